@@ -1,0 +1,133 @@
+"""The one place that touches PyTorch's private interfaces.
+
+Tested with torch 2.13.0.  When a name moves between versions, it is resolved here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch._decomp import get_decompositions
+from torch._export.utils import _compiling_state_context
+from torch._functorch._aot_autograd.descriptors import (
+    AOTInput,
+    AOTOutput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
+
+__all__ = [
+    "AOTInput",
+    "AOTOutput",
+    "BoxedCodeGen",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "OpOverload",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "StridedShard",
+    "TangentAOTInput",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "broadcast_coalesced",
+    "capture_joint",
+    "core_decompositions",
+    "detect_fake_mode",
+    "is_value_read",
+    "new_fake_mode",
+    "shares_storage",
+    "tree_flatten_with_path",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+
+def new_fake_mode(allow_value_reads: bool = True) -> FakeTensorMode:
+    """A fake tensor mode with static shapes, in which real tensors that a module holds on to may occur.
+
+    Without `allow_value_reads`, an op whose result depends on a tensor's values (`.item()`, `nonzero`) raises where
+    it is called instead of giving a symbol.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes a second to import
+
+    shape_env = ShapeEnv(allow_scalar_outputs=allow_value_reads, allow_dynamic_output_shape_ops=allow_value_reads)
+    return FakeTensorMode(shape_env=shape_env, static_shapes=True, allow_non_fake_inputs=True)
+
+
+def capture_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> fx.GraphModule:
+    """Trace `module(*inputs)`, whose parameters, buffers and inputs are fake, and its backward to one ATen graph.
+
+    Placeholders carry an `AOTInput` in `node.meta["desc"]`, the output node a list of `AOTOutput` (or None).
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # takes seconds to import
+
+    with (
+        contextlib.ExitStack() as stack,
+        tracing(TracingContext(mode)),
+        _compiling_state_context(),
+        fx.traceback.preserve_node_meta(),
+        _direct_checkpoint(),
+    ):
+        joint = aot_export_joint_with_descriptors(stack, module, inputs, {}, ignore_shape_env=True)
+        return joint.graph_module
+
+
+def is_value_read(error: BaseException) -> bool:
+    """Whether a trace failed because the model looked at the values of a tensor."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    kinds = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+    return isinstance(error, kinds)
+
+
+@contextlib.contextmanager
+def _direct_checkpoint() -> Iterator[None]:
+    """Let reentrant checkpoints call their function directly: their backward calls `Tensor.backward`, which tracing
+    cannot see.  (The other kind works by saved-tensor hooks, which AOTAutograd turns off.)"""
+
+    def apply(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply  # uncovers the inherited one
+
+
+def broadcast_coalesced(group: dist.ProcessGroup | None, tensors: list[torch.Tensor], num_bytes: int, src: int) -> None:
+    """Overwrite `tensors` with those of rank `src`, many to a message of about `num_bytes`."""
+    dist._broadcast_coalesced(group or dist.group.WORLD, tensors, num_bytes, src)
+
+
+def core_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """PyTorch's own definitions of the given op packets in simpler ops, by overload."""
+    return dict(get_decompositions(ops))
+
+
+def shares_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors are views of one allocation; on the meta device too, where addresses say nothing."""
+    return bool(left.untyped_storage()._cdata == right.untyped_storage()._cdata)

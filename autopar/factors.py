@@ -1,0 +1,189 @@
+"""Factor analysis: which dims of which tensors are the same factor, across the whole graph.
+
+Every rule says that some dims of one op are the same.  Union-find carries that through the graph, cutting a dim into
+smaller factors where a view, a split or a join does (768 = 12 heads · 64).  What is left is a handful of factor
+classes a block: heads, head_dim, ffn of its own, and batch, sequence, hidden and vocabulary shared by all.
+
+Classes say *what could be cut together*.  They guide the choice; whether an op may be cut is decided op by op.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopar.errors import PlanError
+from autopar.graph import InputKind, JointGraph
+from autopar.plan import FactorRef
+from autopar.rules import OpRule, rule_for, tensor_inputs
+
+
+@dataclass(eq=False)
+class Factor:
+    """A node of the union-find forest: merged into `parent`, or cut into `parts`, or a factor class of its own."""
+
+    size: int
+    parent: Factor | None = None
+    parts: tuple[Factor, Factor] | None = None
+
+
+def root(factor: Factor) -> Factor:
+    """The representative of a factor's class (which may since have been cut into parts)."""
+    while factor.parent is not None:
+        if factor.parent.parent is not None:
+            factor.parent = factor.parent.parent
+        factor = factor.parent
+    return factor
+
+
+def leaves(factors: Iterable[Factor]) -> list[Factor]:
+    """The uncut factors, outermost first, without those of size one."""
+    out: list[Factor] = []
+    stack = list(reversed(list(factors)))
+    while stack:
+        factor = root(stack.pop())
+        if factor.parts:
+            stack.extend(reversed(factor.parts))
+        elif factor.size != 1:
+            out.append(factor)
+    return out
+
+
+def unify(left: Iterable[Factor], right: Iterable[Factor]) -> bool:
+    """Declare two lists of factors the same, outermost first, cutting where one divides the other.
+
+    Returns False, leaving the rest as it is, where sizes do not divide: such dims are not the same factor.
+    """
+    a, b = deque(leaves(left)), deque(leaves(right))
+    while a and b:
+        x, y = a.popleft(), b.popleft()
+        if x is y:
+            continue
+        if x.size == y.size:
+            y.parent = x
+        elif x.size % y.size == 0:
+            _cut(x, y.size)
+            b.appendleft(y)
+            a.extendleft(reversed(leaves([x])))
+        elif y.size % x.size == 0:
+            _cut(y, x.size)
+            a.appendleft(x)
+            b.extendleft(reversed(leaves([y])))
+        else:
+            return False
+        # A factor cut or merged above may stand again further down either list.
+        a, b = deque(leaves(a)), deque(leaves(b))
+    return not a and not b
+
+
+def _cut(factor: Factor, outer: int) -> None:
+    factor.parts = (Factor(outer), Factor(factor.size // outer))
+
+
+@dataclass
+class FactorAnalysis:
+    """What the analysis knows about one graph.
+
+    Attributes:
+        rules: the rule of every call that has one.
+        dims: for each tensor node, the factor of each dim; for a node with several outputs, per output.
+        bound: for each call, the factor that stands for each name in its rule.
+        replicated: calls without a rule; they run whole.
+    """
+
+    rules: dict[fx.Node, OpRule] = field(default_factory=dict)
+    dims: dict[tuple[fx.Node, int], tuple[Factor, ...]] = field(default_factory=dict)
+    bound: dict[fx.Node, dict[str, Factor]] = field(default_factory=dict)
+    replicated: list[fx.Node] = field(default_factory=list)
+    anchors: dict[str, fx.Node] = field(default_factory=dict)
+
+    def dim_factors(self, node: fx.Node, dim: int, output: int = 0) -> list[Factor]:
+        """The uncut factors of one dim, outermost first."""
+        source, index = source_of(node, output)
+        return leaves([self.dims[source, index][dim]])
+
+    def rule_factors(self, node: fx.Node, name: str) -> list[Factor]:
+        """The uncut factors that a name of a call's rule stands for."""
+        return leaves([self.bound[node][name]])
+
+    def find(self, ref: FactorRef) -> Factor | None:
+        """The factor class that a plan's reference names; None if the anchor does not occur in this graph.
+
+        Raises:
+            PlanError: if the anchor has no such dim or part.
+        """
+        node = self.anchors.get(ref.anchor)
+        if node is None:
+            return None
+        shape = node.meta["val"].shape
+        parts = self.dim_factors(node, ref.dim) if 0 <= ref.dim < len(shape) else []
+        if ref.part >= len(parts):
+            if 0 <= ref.dim < len(shape) and shape[ref.dim] == 1:
+                return None
+            raise PlanError(
+                f"the plan cuts part {ref.part} of dim {ref.dim} of {ref.anchor!r}, which has shape {list(shape)} "
+                f"and {len(parts)} factors there; make a new plan for this model"
+            )
+        return parts[ref.part]
+
+
+def source_of(node: fx.Node, output: int = 0) -> tuple[fx.Node, int]:
+    """The node and output index that really hold a value, seen through `getitem`."""
+    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+        return source_of(node.args[0], int(node.args[1]))  # type: ignore[arg-type]
+    return node, output
+
+
+def analyse(joint: JointGraph) -> FactorAnalysis:
+    """Run the factor analysis over a normalised joint graph."""
+    found = FactorAnalysis()
+    for node in joint.module.graph.nodes:
+        if node.op == "output" or source_of(node)[0] is not node:
+            continue
+        for index, value in enumerate(_values(node)):
+            if isinstance(value, torch.Tensor):
+                found.dims[node, index] = tuple(Factor(int(size)) for size in value.shape)
+        if node.op == "call_function":
+            rule = rule_for(node)
+            if rule is None:
+                found.replicated.append(node)
+            else:
+                found.rules[node] = rule
+                _apply(found, node, rule)
+    _name_anchors(found, joint)
+    return found
+
+
+def _values(node: fx.Node) -> Iterator[object]:
+    value = node.meta.get("val")
+    yield from value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _apply(found: FactorAnalysis, node: fx.Node, rule: OpRule) -> None:
+    bound = {name: Factor(size) for name, size in rule.sizes.items()}
+    found.bound[node] = bound
+    operands = [(source_of(n), dims) for n, dims in zip(tensor_inputs(node), rule.inputs, strict=True)]
+    operands += [((node, i), dims) for i, dims in enumerate(rule.outputs) if (node, i) in found.dims]
+    for key, dims in operands:
+        for factor, names in zip(found.dims[key], dims, strict=True):
+            if names:
+                unify([factor], [bound[name] for name in names])
+
+
+def _name_anchors(found: FactorAnalysis, joint: JointGraph) -> None:
+    batch: Factor | None = None
+    for spec, node in zip(joint.inputs, joint.placeholders, strict=True):
+        if spec.kind in (InputKind.PARAM, InputKind.BUFFER):
+            found.anchors[spec.path] = node
+        elif spec.kind is InputKind.INPUT:
+            found.anchors[f"input:{spec.path}"] = node
+            if spec.path in joint.batch_dims and isinstance(node.meta.get("val"), torch.Tensor):
+                # All batched inputs have one batch, by contract, whether or not the model ever combines them.
+                factor = found.dims[node, 0][joint.batch_dims[spec.path]]
+                if batch is not None:
+                    unify([batch], [factor])
+                batch = batch or factor

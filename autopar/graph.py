@@ -1,0 +1,135 @@
+"""`JointGraph`: the traced program, forward and backward, that every later stage reads.
+
+A node of the graph is an ATen call with three entries in `node.meta` that autopar relies on:
+
+* `"val"`: a fake tensor (or tuple of them) with the global shape, dtype and strides;
+* `"module"`: dotted path of the module that owns the node (`""` is the root);
+* `"backward"`: whether the node belongs to the backward pass.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class InputKind(str, enum.Enum):
+    """What a placeholder of a graph stands for."""
+
+    PARAM = "param"
+    BUFFER = "buffer"
+    INPUT = "input"
+    TANGENT = "tangent"  # gradient of an output, given by the caller of backward
+    SAVED = "saved"  # value handed from the forward to the backward graph
+    RANK = "rank"  # this rank's position along a mesh axis, an int
+    SEED = "seed"  # seed of the step's random ops, an int
+
+
+class OutputKind(str, enum.Enum):
+    """What an output of a graph stands for."""
+
+    OUTPUT = "output"
+    MUTATION = "mutation"  # new value of a buffer that the module updates in place
+    GRADIENT = "gradient"
+    SAVED = "saved"
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One placeholder: `path` is a parameter's or buffer's name, an input's path (`input_ids`, `0`), a tangent's
+    output path, or a mesh axis for `InputKind.RANK`."""
+
+    kind: InputKind
+    path: str
+
+
+@dataclass(frozen=True)
+class GraphOutput:
+    """One output: `path` names the module output, the buffer that changes, or the tensor that the gradient is of."""
+
+    kind: OutputKind
+    path: str
+
+
+@dataclass
+class JointGraph:
+    """A module traced to one graph in the global view.
+
+    Attributes:
+        module: the graph; its placeholders follow `inputs`, its output is a flat tuple that follows `outputs`
+            (`None` where an input gets no gradient).
+        inputs: what each placeholder is.
+        outputs: what each output is.
+        batch_dims: for each batched input path, the dim that is cut over the ranks.
+        tied: name of every parameter or buffer that is another one's alias -> the name that stands for both.
+        trains: whether the graph has a backward part.
+        output_tree: rebuilds the module's return value from its tensor leaves (see `autopar.trace`).
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    batch_dims: Mapping[str, int]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    trains: bool = True
+    output_tree: Any = None
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The placeholder nodes, in the order of `inputs`."""
+        return list(self.module.graph.find_nodes(op="placeholder"))
+
+    @property
+    def output_values(self) -> tuple[fx.Node | None, ...]:
+        """The nodes returned, in the order of `outputs`."""
+        return tuple(self.module.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def param_nodes(self) -> dict[str, fx.Node]:
+        """Placeholder of each parameter, by name."""
+        pairs = zip(self.inputs, self.placeholders, strict=True)
+        return {spec.path: node for spec, node in pairs if spec.kind is InputKind.PARAM}
+
+    def fingerprint(self) -> str:
+        """A digest of the whole program: ops, arguments, shapes, dtypes, inputs and outputs."""
+        return graph_fingerprint(self.module.graph, f"{self.inputs}{self.outputs}")
+
+
+def graph_fingerprint(graph: fx.Graph, extra: str = "") -> str:
+    """Digest of a graph that equals on every rank that holds the same program.
+
+    Node names are replaced by positions, so two traces that name nodes differently agree.
+    """
+    index = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    digest = hashlib.sha256(extra.encode())
+    for node in graph.nodes:
+        args = fx.map_arg((node.args, node.kwargs), lambda n: _Ref(index[n]))
+        digest.update(f"{node.op} {node.target} {args!r} {describe_value(node.meta.get('val'))}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+class _Ref(str):
+    """A node's position inside a fingerprint; printed bare."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def describe_value(value: object) -> str:
+    """Shape and dtype of a traced value in words, such as `f32[4, 16]`."""
+    if isinstance(value, torch.Tensor):
+        return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}{list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(describe_value(v) for v in value) + ")"
+    return "" if value is None else str(value)
+
+
+_SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
+}  # fmt: skip

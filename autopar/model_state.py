@@ -1,0 +1,103 @@
+"""A model's tensors by name, and what is needed to put the model back after a trace has run its forward."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import TraceError
+
+
+class ModelState:
+    """What a model holds at one moment.
+
+    Attributes:
+        parameters, buffers: each tensor once, under its first name.
+        tied: every other name of a tensor -> its first name.
+        paths: path of each module, by its id.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.tied: dict[str, str] = {}
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self._slots: list[tuple[dict[str, Any], str, str]] = []
+        first: dict[int, str] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TraceError(
+                    f"module {path or '(root)'} is TorchScript: give the Python module that it was made from"
+                )
+            for registry, kept in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
+                for key, tensor in registry.items():
+                    if tensor is None:
+                        continue
+                    name = f"{path}.{key}" if path else key
+                    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+                        raise TraceError(f"{name} has no shape yet (a lazy module): run the model once, then trace it")
+                    canonical = first.setdefault(id(tensor), name)
+                    if canonical == name:
+                        kept[name] = tensor  # type: ignore[assignment]
+                    else:
+                        self.tied[name] = canonical
+                    self._slots.append((registry, key, canonical))
+        self._attributes = [(module, dict(vars(module))) for module in model.modules()]
+        self._contents = [
+            (value, value.copy())
+            for _, attributes in self._attributes
+            for value in attributes.values()
+            if type(value) in _CONTAINERS
+        ]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters, then buffers."""
+        return {**self.parameters, **self.buffers}
+
+    def restore(self) -> None:
+        """Give every module the attributes, parameters, buffers, submodules, hooks and containers that it had."""
+        for module, attributes in self._attributes:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for container, content in self._contents:
+            container.clear()
+            if isinstance(container, list):
+                container.extend(content)
+            else:
+                container.update(content)
+
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let the modules hold `tensors`, by first name, instead of their own."""
+        for registry, key, canonical in self._slots:
+            registry[key] = tensors[canonical]
+
+    def reassigned(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The buffers that, since `put(tensors)`, have been set to another tensor.
+
+        Raises:
+            TraceError: if a parameter was, or a buffer has another shape or dtype now.
+        """
+        changed: dict[str, torch.Tensor] = {}
+        for registry, key, canonical in self._slots:
+            before, after = tensors[canonical], registry.get(key)
+            if after is None or after is before:
+                continue
+            if canonical in self.parameters:
+                raise TraceError(
+                    f"the forward replaces parameter {canonical} by another tensor: only buffers may change"
+                )
+            if (after.shape, after.dtype) != (before.shape, before.dtype):
+                raise TraceError(
+                    f"the forward replaces buffer {canonical} of shape {list(before.shape)} and {before.dtype} by one"
+                    f" of shape {list(after.shape)} and {after.dtype}: only its values may change"
+                )
+            changed[canonical] = after
+        return changed
+
+
+_CONTAINERS = (dict, OrderedDict, list, set)

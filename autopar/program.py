@@ -1,0 +1,108 @@
+"""`LocalProgram`: what the rewrite hands to the runtime, the simulator and the exporter.
+
+It is the program of *one* rank, the same text on every rank.  Where a rank's position matters (slicing a replicated
+tensor, masking a sharded lookup) the graph takes it as an integer placeholder (`InputKind.RANK`), so nothing in
+the graph depends on which rank holds it.  Collectives are calls of `torch.ops._c10d_functional`; their group
+argument is the name of a mesh *axis*, bound to a process group by the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.graph import GraphInput, GraphOutput, graph_fingerprint
+from autopar.mesh import Mesh
+from autopar.placement import Sharding
+
+
+@dataclass
+class LocalGraph:
+    """One rank's graph with the meaning and sharding of each input and output.
+
+    Node metadata: `"val"` holds *local* shapes, `"global_shape"` and `"sharding"` describe tensor nodes, `"module"`
+    and `"backward"` are kept from the trace, and `"bytes"` is the message size of a collective node.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    input_shardings: tuple[Sharding | None, ...]
+    output_shardings: tuple[Sharding | None, ...]
+
+
+@dataclass
+class LocalProgram:
+    """The rewritten program of one rank.
+
+    Attributes:
+        mesh: the mesh that the plan works on (a factoring or flattening of the user's).
+        joint: forward and backward in one graph, as they were before partitioning.
+        forward: takes parameters, buffers, inputs, rank positions and seed; returns outputs, mutations, saved values.
+        backward: takes saved values, tangents and rank positions; returns one gradient per trained parameter (and
+            None for an input); None when the program does not train.
+    """
+
+    mesh: Mesh
+    joint: LocalGraph
+    forward: LocalGraph
+    backward: LocalGraph | None
+
+    def fingerprint(self) -> str:
+        """Digest of both graphs, equal on all ranks that hold the same program."""
+        parts = [self.forward] + ([self.backward] if self.backward else [])
+        return "-".join(graph_fingerprint(p.module.graph, f"{self.mesh}{p.inputs}{p.outputs}") for p in parts)
+
+    def collectives(self) -> list[Collective]:
+        """Every collective of the step, in program order, forward then backward."""
+        graphs = [self.forward] + ([self.backward] if self.backward else [])
+        return [c for graph in graphs for c in collectives_of(graph.module.graph)]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective node.
+
+    Attributes:
+        kind: `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`.
+        axis: name of the mesh axis that it runs along.
+        num_bytes: size of the *whole* tensor on one rank: the input of an all-reduce, a reduce-scatter or an
+            all-to-all, the output of an all-gather.
+        module: path of the module that owns it.
+        backward: whether it runs in the backward pass.
+        node: name of the node.
+    """
+
+    kind: str
+    axis: str
+    num_bytes: int
+    module: str
+    backward: bool
+    node: str
+
+
+COLLECTIVE_KINDS = {
+    torch.ops._c10d_functional.all_reduce.default: "all_reduce",
+    torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
+    torch.ops._c10d_functional.reduce_scatter_tensor.default: "reduce_scatter",
+    torch.ops._c10d_functional.all_to_all_single.default: "all_to_all",
+}
+"""The functional collectives that a local graph may hold."""
+
+
+def collective_axis(node: fx.Node) -> str:
+    """The mesh axis of a collective node: its group argument, always the last one."""
+    return str(node.args[-1])
+
+
+def collectives_of(graph: fx.Graph) -> Iterator[Collective]:
+    """The collectives of one graph, in program order."""
+    for node in graph.nodes:
+        kind = COLLECTIVE_KINDS.get(node.target) if node.op == "call_function" else None
+        if kind is not None:
+            yield Collective(
+                kind, collective_axis(node), int(node.meta["bytes"]), node.meta["module"], node.meta["backward"], node.name
+            )

@@ -1,0 +1,305 @@
+"""Sharding rules: which dims of an op's inputs and outputs are the same factor, as in an einsum.
+
+A rule for `mm` reads `"m k, k n -> m n"`.  A factor that inputs and outputs share may be cut along a mesh axis and
+every rank computes its part.  A factor that only inputs have may be cut too; the output is then `Partial`.  Factors marked
+whole (a softmax's axis) are never cut.  Written rules use this grammar, one term per tensor:
+
+    term  := dim*            dims separated by blanks
+    dim   := factor | factor^ | (factor factor …) | 1 | …
+    ^     the factor must stay whole
+    (a b) a dim that fuses factors, the outermost first
+    1     a dim of size one that carries no factor
+    ...   any number of leading dims, the same in every term
+
+Rules are kept per op overload.  Most ops need no written rule: `rules_view` and `rules_compute` derive theirs from shapes
+and arguments, and pointwise ops are recognised by PyTorch's `pointwise` tag.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autopar.errors import RuleError
+
+Dims = tuple[tuple[str, ...], ...]
+"""For each dim of a tensor, the factors that it fuses, outermost first; `()` for a dim that carries none."""
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """A rule bound to one call.
+
+    Attributes:
+        inputs: dims of each tensor argument, in the order of `tensor_inputs`.
+        outputs: dims of each output.
+        sizes: size of every factor.
+        whole: factors that must not be cut.
+        reduce: how the shards of a factor that only inputs have combine, where it is not `sum`.
+        linear: sets of inputs in which the op is linear while the others are fixed; if exactly those inputs are
+            `Partial(sum)`, so is the output.
+        lookup: factor -> position of the integer input that indexes it.  Cut such a factor and each rank looks up only what it
+            holds; the rewrite shifts and masks the indices.
+    """
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    whole: frozenset[str] = frozenset()
+    reduce: Mapping[str, str] = field(default_factory=dict)
+    linear: tuple[frozenset[int], ...] = ()
+    lookup: Mapping[str, int] = field(default_factory=dict)
+
+    def occurrences(self, factor: str, dims: Dims) -> tuple[int, int] | None:
+        """Where `factor` lies in a tensor: its dim, and the product of the factors outside it in that dim."""
+        for dim, factors in enumerate(dims):
+            if factor in factors:
+                outer = math.prod(self.sizes[f] for f in factors[: factors.index(factor)])
+                return dim, outer
+        return None
+
+    @property
+    def factors(self) -> list[str]:
+        """All factors, those of outputs first, each once."""
+        seen: dict[str, None] = {}
+        for dims in (*self.outputs, *self.inputs):
+            for group in dims:
+                seen.update(dict.fromkeys(group))
+        return list(seen)
+
+
+class Call:
+    """One node seen as a call: its arguments by schema name and the traced values of its tensors."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+        self.op = node.target
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        self.args: dict[str, Any] = {
+            arg.name: arg.default_value if arg.has_default_value() else None for arg in schema
+        }
+        self.args.update(zip((arg.name for arg in schema), node.args, strict=False))
+        self.args.update(node.kwargs)
+        self.named: list[tuple[str, fx.Node]] = []
+        given = [*zip((arg.name for arg in schema), node.args, strict=False), *node.kwargs.items()]
+        for name, value in given:
+            self.named += [(name, leaf) for leaf in pytree.tree_leaves(value) if is_tensor_node(leaf)]
+        value = node.meta["val"]
+        self.outputs: list[torch.Tensor | None] = list(value) if isinstance(value, (tuple, list)) else [value]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Global shape of the tensor argument `name`."""
+        return tuple(self.args[name].meta["val"].shape)
+
+    def dim(self, name: str, rank: int) -> int:
+        """The argument `name` as a non-negative dim of a tensor with `rank` dims."""
+        return int(self.args[name]) % max(rank, 1)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Global shape of the first output."""
+        assert self.outputs[0] is not None
+        return tuple(self.outputs[0].shape)
+
+
+def is_tensor_node(value: object) -> bool:
+    """Whether `value` is a node that holds one tensor."""
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments of a node, in order, repeated ones repeated."""
+    return [leaf for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))) if is_tensor_node(leaf)]
+
+
+Deriver = Callable[[Call], OpRule]
+_DERIVERS: dict[Any, Deriver] = {}
+_USER_RULES: dict[str, Deriver] = {}
+
+
+def derives(*ops: Any) -> Callable[[Deriver], Deriver]:
+    """Decorator: the function derives the rule of these ops (packets: every overload) from a call."""
+
+    def keep(function: Deriver) -> Deriver:
+        for op in ops:
+            overloads = [getattr(op, name) for name in op.overloads()] if isinstance(op, torch._ops.OpOverloadPacket) else [op]
+            _DERIVERS.update(dict.fromkeys(overloads, function))
+        return function
+
+    return keep
+
+
+def rule_for(node: fx.Node) -> OpRule | None:
+    """The rule of a call, or None if the op has none and must run whole on every rank."""
+    from autopar import rules_compute, rules_view  # noqa: F401  (fills the table on first use)
+
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    deriver = _USER_RULES.get(op.name().removesuffix(".default")) or _DERIVERS.get(op)
+    if deriver is None and torch.Tag.pointwise in op.tags:
+        deriver = rules_compute.pointwise
+    return deriver(Call(node)) if deriver else None
+
+
+def build(
+    call: Call,
+    inputs: Mapping[str, Dims | list[Dims]],
+    outputs: Sequence[Dims],
+    *,
+    known: Mapping[str, int] | None = None,
+    whole: Iterable[str] = (),
+    reduce: Mapping[str, str] | None = None,
+    linear: Iterable[Iterable[str]] = (),
+    lookup: Mapping[str, str] | None = None,
+) -> OpRule:
+    """Bind a rule to a call: dims are given per argument *name* (a list of them for a list of tensors), and checked
+    against the real shapes.  An argument that is left out is taken as whole; `known` gives sizes of factors that
+    do not follow from the shapes.
+
+    Raises:
+        RuleError: if a term has another number of dims than the tensor, or a factor two sizes.
+    """
+    pending = {name: list(dims) if isinstance(dims, list) else [dims] for name, dims in inputs.items()}
+    bound: list[Dims] = []
+    positions: dict[str, list[int]] = {}
+    for name, node in call.named:
+        dims = pending[name].pop(0) if pending.get(name) else tuple(() for _ in node.meta["val"].shape)
+        positions.setdefault(name, []).append(len(bound))
+        bound.append(dims)
+    sizes: dict[str, int] = dict(known or {})
+    shapes = [tuple(node.meta["val"].shape) for _, node in call.named]
+    out_shapes = [tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in call.outputs]
+    for dims, shape in zip((*bound, *outputs), (*shapes, *out_shapes), strict=True):
+        if shape is not None:
+            _solve_sizes(call, dims, shape, sizes)
+    _check_sizes(call, (*bound, *outputs), (*shapes, *out_shapes), sizes)
+    return OpRule(
+        tuple(bound),
+        tuple(outputs),
+        sizes,
+        frozenset(whole),
+        dict(reduce or {}),
+        tuple(frozenset(p for name in group for p in positions.get(name, ())) for group in linear),
+        {factor: positions[name][0] for factor, name in (lookup or {}).items()},
+    )
+
+
+def _solve_sizes(call: Call, dims: Dims, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+    if len(dims) != len(shape):
+        raise RuleError(f"rule of {call.op}: a term has {len(dims)} dims, but the tensor's shape is {list(shape)}")
+    for group, size in zip(dims, shape, strict=True):
+        unknown = [f for f in group if f not in sizes]
+        known = math.prod(sizes[f] for f in group if f in sizes)
+        if len(unknown) == 1 and known and size % known == 0:
+            sizes[unknown[0]] = size // known
+
+
+def _check_sizes(call: Call, terms: Sequence[Dims], shapes: Sequence[tuple[int, ...] | None], sizes: Mapping[str, int]) -> None:
+    for dims, shape in zip(terms, shapes, strict=True):
+        if shape is None:
+            continue
+        for group, size in zip(dims, shape, strict=True):
+            missing = [f for f in group if f not in sizes]
+            if missing:
+                raise RuleError(f"rule of {call.op}: the size of factor {missing[0]!r} does not follow from the shapes {shapes}")
+            if group and math.prod(sizes[f] for f in group) != size:
+                raise RuleError(f"rule of {call.op}: dim {' '.join(group)} should have size {size} in {list(shape)}, the "
+                                f"factors give {math.prod(sizes[f] for f in group)}")  # fmt: skip
+
+
+_TOKEN = re.compile(r"\([^()]*\)|\.\.\.|…|[A-Za-z_][A-Za-z0-9_]*\^?|1")
+
+
+def parse_rule(text: str) -> tuple[list[list[tuple[str, ...]]], list[list[tuple[str, ...]]], frozenset[str]]:
+    """Read `"b s h^, h -> b s h"` into terms of dims and the factors that stay whole.
+
+    Raises:
+        RuleError: with the position of what cannot be read.
+    """
+    left, arrow, right = text.partition("->")
+    if not arrow or not left.strip() or not right.strip():
+        raise RuleError(f"cannot read rule {text!r}: write inputs -> outputs, such as \"m k, k n -> m n\"")
+    whole: set[str] = set()
+
+    def term(part: str) -> list[tuple[str, ...]]:
+        rest = _TOKEN.sub("", part).strip()
+        if rest:
+            raise RuleError(f"cannot read rule {text!r}: unexpected {rest!r} in term {part.strip()!r}")
+        dims = []
+        for token in _TOKEN.findall(part):
+            names = token.strip("()").split() if token.startswith("(") else [token]
+            whole.update(name[:-1] for name in names if name.endswith("^"))
+            clean = tuple(name.removesuffix("^") for name in names)
+            dims.append(() if clean == ("1",) else ("...",) if clean[0] in ("...", "…") else clean)
+        flat = [name for group in dims for name in group]
+        if len(set(flat)) != len(flat):
+            raise RuleError(f"cannot read rule {text!r}: a factor occurs twice in the term {part.strip()!r}")
+        return dims
+
+    inputs = [term(part) for part in left.split(",")]
+    outputs = [term(part) for part in right.split(",")]
+    return inputs, outputs, frozenset(whole)
+
+
+def written(text: str, *, reduce: Mapping[str, str] | None = None, linear: Sequence[Sequence[int]] = ()) -> Deriver:
+    """A deriver from a written rule; `linear` gives positions of tensor inputs."""
+    inputs, outputs, whole = parse_rule(text)
+
+    def derive(call: Call) -> OpRule:
+        ranks = [len(node.meta["val"].shape) for _, node in call.named]
+        out_ranks = [len(v.shape) if isinstance(v, torch.Tensor) else 0 for v in call.outputs]
+        if len(ranks) != len(inputs) or len(out_ranks) != len(outputs):
+            raise RuleError(f"rule {text!r} of {call.op} has {len(inputs)} inputs and {len(outputs)} outputs; the call has "
+                            f"{len(ranks)} tensors and {len(out_ranks)} outputs")  # fmt: skip
+        ins = [_fill(term, rank) for term, rank in zip(inputs, ranks, strict=True)]
+        outs = [_fill(term, rank) for term, rank in zip(outputs, out_ranks, strict=True)]
+        by_name: dict[str, list[Dims]] = {}
+        for (name, _), dims in zip(call.named, ins, strict=True):
+            by_name.setdefault(name, []).append(dims)
+        rule = build(call, by_name, outs, whole=whole, reduce=reduce)
+        return OpRule(rule.inputs, rule.outputs, rule.sizes, rule.whole, rule.reduce,
+                      tuple(frozenset(group) for group in linear), rule.lookup)  # fmt: skip
+
+    return derive
+
+
+def _fill(term: Sequence[tuple[str, ...]], rank: int) -> Dims:
+    """Replace `...` by as many leading factors as the tensor has dims beyond those written."""
+    if ("...",) not in term:
+        return tuple(term)
+    at = list(term).index(("...",))
+    extra = rank - (len(term) - 1)
+    return (*term[:at], *((f"_{i}",) for i in range(extra)), *term[at + 1 :])
+
+
+def register_sharding_rule(
+    op: str, rule: str, *, reduce: Mapping[str, str] | None = None, linear: Sequence[Sequence[int]] = ()
+) -> None:
+    """Teach autopar how an op may be cut.
+
+    Args:
+        op: qualified name, `"my_lib::my_op"` or `"my_lib::my_op.overload"`.
+        rule: one term per tensor argument and output, e.g. `"b s h, h -> b s h"`; `h^` keeps `h` whole.
+        reduce: for a factor that only inputs have, how partial results combine if not by a sum: `"max"` or `"min"`.
+        linear: sets of tensor arguments (positions) in which the op is linear, so that unreduced sums may pass through.
+
+    Raises:
+        RuleError: if the rule cannot be read.
+    """
+    if not re.fullmatch(r"\w+::\w+(\.\w+)?", op):
+        raise RuleError(f'op name {op!r} is not of the form "library::op"')
+    bad = {k: v for k, v in (reduce or {}).items() if v not in ("sum", "max", "min")}
+    if bad:
+        raise RuleError(f"rule of {op}: partial results combine by sum, max or min, not {bad}")
+    _USER_RULES[op.removesuffix(".default")] = written(rule, reduce=reduce, linear=linear)

@@ -1,0 +1,290 @@
+"""The named strategies: what Megatron-LM, ZeRO, FSDP and DDP would do, as plans.
+
+| name | batch | parameters at rest | gathered copy | gradients |
+|---|---|---|---|---|
+| `replicate` | whole on every rank | whole | – | equal everywhere |
+| `ddp` | cut | whole | – | all-reduced |
+| `zero1` | cut | cut | kept | reduce-scattered once, after the backward |
+| `zero2` | cut | cut | kept | reduce-scattered as they arise |
+| `zero3` = `fsdp` | cut | cut | gathered again in the backward | reduce-scattered as they arise |
+| `hsdp` | cut | cut along the inner axis | gathered again | reduce-scattered inside, all-reduced across |
+| `tp` | whole | cut along the factors inside a block | – | – |
+| `tp+sp` | whole, sequence cut between the blocks' cut parts | as `tp` | – | – |
+| `fsdp+tp` | cut along the outer axis | both | gathered again along the outer axis | as `fsdp` along the outer axis |
+
+Which factors `tp` cuts follows from the factor analysis, not from layer names: see `tensor_parallel_factors`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import networkx as nx
+import torch
+from torch import fx
+
+from autopar.errors import InputError, MeshError
+from autopar.factors import Factor, FactorAnalysis, source_of
+from autopar.graph import InputKind, JointGraph
+from autopar.mesh import Mesh
+from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard
+from autopar.plan import FactorRef, Plan, Storage
+from autopar.rules import rule_for, tensor_inputs
+
+STRATEGIES = ("replicate", "ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "tp+sp", "fsdp+tp")
+"""The named strategies, simplest first."""
+
+ALIASES = {"fsdp": "zero3"}
+
+Price = Callable[[Plan], float]
+"""What a plan costs, for choosing between the ways in which a strategy can be carried out; lower is better."""
+
+_MAX_SETS = 32
+"""How many sets of factors are priced for tensor parallelism; models have one to three."""
+
+
+def canonical_name(strategy: str) -> str:
+    """The strategy's own name.
+
+    Raises:
+        InputError: if there is no such strategy.
+    """
+    name = ALIASES.get(strategy, strategy)
+    if name not in STRATEGIES:
+        known = ", ".join(("auto", *STRATEGIES, *ALIASES))
+        raise InputError(f"no strategy {strategy!r}; choose one of {known}")
+    return name
+
+
+def strategy_mesh(strategy: str, sizes: Sequence[int], ranks_per_node: int) -> Mesh:
+    """The mesh that a strategy works on, over the same ranks in the same order.
+
+    A one-axis strategy flattens the mesh.  `hsdp` and `fsdp+tp` take the last axis as the inner one; they factor a flat
+    mesh, at the node boundary if it has one, else as evenly as possible.
+
+    Raises:
+        MeshError: if a two-axis strategy cannot factor the ranks.
+    """
+    total = math.prod(sizes)
+    if strategy not in ("hsdp", "fsdp+tp"):
+        return Mesh(("tp" if strategy in ("tp", "tp+sp") else "dp",), (total,))
+    names = ("dp", "tp") if strategy == "fsdp+tp" else ("dp", "fsdp")
+    if len(sizes) > 1:
+        return Mesh(names, (total // sizes[-1], sizes[-1]))
+    inner = ranks_per_node
+    if total % inner or not 1 < inner < total:
+        inner = next((total // d for d in range(math.isqrt(total), 1, -1) if total % d == 0), 0)
+        inner = min(inner, total // inner) if inner else 0
+    if not inner:
+        raise MeshError(f"{strategy} needs two mesh axes, and {total} ranks do not factor; use zero3 or tp, or another rank count")
+    return Mesh(names, (total // inner, inner))
+
+
+def named_plan(strategy: str, joint: JointGraph, analysis: FactorAnalysis, mesh: Mesh, compute: Compute, price: Price) -> Plan:
+    """The plan of a named strategy.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        joint: the normalised graph, and `analysis` its factor analysis.
+        mesh: from `strategy_mesh`.
+        compute: tells how each parameter is used under a plan (see `Compute`).
+        price: compares the alternatives of tensor parallelism.
+    """
+    batch = _batch_refs(joint)
+    params = joint.param_nodes()
+    if strategy == "replicate":
+        return Plan(strategy, mesh, ((),), _stored(params, replicated(mesh)))
+    if strategy == "ddp":
+        return Plan(strategy, mesh, (batch,), _stored(params, replicated(mesh)))
+    if strategy in ("zero1", "zero2", "zero3", "hsdp"):
+        axis = mesh.num_axes - 1
+        storage = {path: Storage(cut_at_rest(node, replicated(mesh), axis, mesh), strategy in ("zero3", "hsdp"))
+                   for path, node in params.items()}  # fmt: skip
+        return Plan(strategy, mesh, (batch,) * mesh.num_axes, storage, delay_reduction=strategy == "zero1")
+    factors = [batch] if strategy == "fsdp+tp" else []
+    sequence = _sequence_refs(joint, analysis) if strategy == "tp+sp" else ()
+    best: tuple[float, Plan] | None = None
+    for refs in tensor_parallel_factors(joint, analysis, mesh.sizes[-1]):
+        draft = Plan(strategy, mesh, (*factors, (*refs, *sequence)), _stored(params, replicated(mesh)))
+        uses = compute(draft)
+        storage = {path: _tensor_storage(node, uses.get(path), mesh, strategy) for path, node in params.items()}
+        plan = Plan(strategy, mesh, draft.factors, storage)
+        cost = price(plan)
+        if best is None or cost < best[0]:
+            best = (cost, plan)
+    assert best is not None
+    return best[1]
+
+
+Compute = Callable[[Plan], dict[str, Sharding]]
+"""How each parameter must lie where it is first used, under a plan whose parameters rest whole."""
+
+
+def _stored(params: dict[str, fx.Node], sharding: Sharding) -> dict[str, Storage]:
+    return dict.fromkeys(params, Storage(sharding))
+
+
+def _tensor_storage(node: fx.Node, use: Sharding | None, mesh: Mesh, strategy: str) -> Storage:
+    """As the parameter is used along the tensor axis; cut along the data axis too for FSDP."""
+    inner: Placement = use[-1] if use is not None and is_sharded(use[-1]) else Replicate()
+    sharding = (*replicated(mesh)[:-1], inner)
+    if strategy != "fsdp+tp":
+        return Storage(sharding)
+    return Storage(cut_at_rest(node, sharding, 0, mesh), regather=True)
+
+
+def cut_at_rest(node: fx.Node, sharding: Sharding, axis: int, mesh: Mesh) -> Sharding:
+    """Cut a parameter along one more mesh axis, for storage: the first free dim that divides, else the longest free one
+    unevenly; a parameter without a free dim stays whole along this axis."""
+    taken = {p.dim for p in sharding if is_sharded(p)}  # type: ignore[attr-defined]
+    shape = node.meta["val"].shape
+    free = [d for d in range(len(shape)) if d not in taken]
+    if not free:
+        return sharding
+    even = [d for d in free if shape[d] % mesh.sizes[axis] == 0 and shape[d] > 0]
+    dim = even[0] if even else max(free, key=lambda d: (shape[d], -d))
+    return (*sharding[:axis], shard(dim), *sharding[axis + 1 :])
+
+
+# ------------------------------------------------------------------------------------------------ batch and sequence
+
+
+def _batch_refs(joint: JointGraph) -> tuple[FactorRef, ...]:
+    """The batch, named by the first input that has it (the analysis knows that all share it)."""
+    return tuple(FactorRef(f"input:{path}", dim, 0, "batch") for path, dim in itertools.islice(joint.batch_dims.items(), 1))
+
+
+def _sequence_refs(joint: JointGraph, analysis: FactorAnalysis) -> tuple[FactorRef, ...]:
+    """The sequence: a dim of a batched input beside the batch that no parameter shares."""
+    in_params = {f for node in joint.param_nodes().values() for d in range(node.meta["val"].dim())
+                 for f in analysis.dim_factors(node, d)}  # fmt: skip
+    for path, batch in joint.batch_dims.items():
+        node = analysis.anchors[f"input:{path}"]
+        for dim in range(node.meta["val"].dim()):
+            parts = analysis.dim_factors(node, dim)
+            if dim != batch and parts and parts[0] not in in_params:
+                return (FactorRef(f"input:{path}", dim, 0, "seq"),)
+    return ()
+
+
+# -------------------------------------------------------------------------------------------------- tensor parallelism
+
+
+def tensor_parallel_factors(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) -> list[tuple[FactorRef, ...]]:
+    """The maximal sets of parameter factors that can be cut along one axis together.
+
+    Two factors that meet in one parameter exclude each other: cutting one leaves the other whole there.  Megatron-LM's
+    choice (heads, ffn, vocabulary) is one maximal set of a transformer's factors; the residual stream's width is
+    another.  Which is best is a matter of price.  Blocks that repeat decide alike.
+    """
+    groups = _factor_groups(joint, analysis, num_ranks)
+    graph = nx.Graph()
+    graph.add_nodes_from(groups)
+    where: dict[int, set[str]] = {}
+    for key, members in groups.items():
+        for _, factor, node in members:
+            for other, others in groups.items():
+                if other != key and any(n is node for _, _, n in others):
+                    graph.add_edge(key, other)
+        where[id(key)] = {ref.anchor for ref, _, _ in members}
+    sets = list(itertools.islice(nx.find_cliques(nx.complement(graph)), _MAX_SETS)) if groups else []
+    order = {key: i for i, key in enumerate(groups)}
+    out = []
+    for chosen in sorted(sorted(s, key=order.__getitem__) for s in sets):
+        refs: dict[int, FactorRef] = {}
+        for key in chosen:
+            for ref, factor, _ in groups[key]:
+                refs.setdefault(id(factor), ref)
+        out.append(tuple(refs.values()))
+    return out or [()]
+
+
+Group = list[tuple[FactorRef, Factor, fx.Node]]
+
+
+def _factor_groups(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) -> dict[str, Group]:
+    """Divisible factors of parameters of two dims or more, grouped by where they occur with layer numbers left out."""
+    blocked = _factors_kept_whole(analysis)
+    matmul_params = _multiplied_params(joint)
+    occurrences: dict[int, Group] = {}
+    for path, node in joint.param_nodes().items():
+        if node.meta["val"].dim() < 2:
+            continue
+        for dim in range(node.meta["val"].dim()):
+            choice = _best_part(analysis.dim_factors(node, dim), num_ranks, blocked)
+            if choice is not None and (node in matmul_params or _table_worth_cutting(joint, node)):
+                part, factor = choice
+                label = _label(node, dim)
+                occurrences.setdefault(id(factor), []).append((FactorRef(path, dim, part, label), factor, node))
+    groups: dict[str, Group] = {}
+    for members in occurrences.values():
+        key = ";".join(sorted({re.sub(r"\d+", "#", ref.anchor) + f"/{ref.dim}" for ref, _, _ in members}))
+        groups.setdefault(key, []).extend(members)
+    return groups
+
+
+def _best_part(parts: list[Factor], num_ranks: int, blocked: set[int]) -> tuple[int, Factor] | None:
+    """Of the factors that one dim fuses, the outermost that divides and that no op needs whole."""
+    for part, factor in enumerate(parts):
+        if factor.size % num_ranks == 0 and id(factor) not in blocked:
+            return part, factor
+    return None
+
+
+def _factors_kept_whole(analysis: FactorAnalysis) -> set[int]:
+    """Factors that some op needs whole although it could be cut along another: cutting them buys a gather there."""
+    from autopar.rules import OpRule  # local: only for the annotation below
+
+    def fixed(node: fx.Node, rule: OpRule) -> list[Factor]:
+        soft = node.target in _TAKEN_APART
+        return [] if soft else [f for name in rule.whole for f in analysis.rule_factors(node, name)]
+
+    return {id(f) for node, rule in analysis.rules.items() for f in fixed(node, rule)}
+
+
+_aten = torch.ops.aten
+_TAKEN_APART = {
+    _aten.addmm.default, _aten.baddbmm.default, _aten._log_softmax.default, _aten._softmax.default,
+    _aten._log_softmax_backward_data.default, _aten._softmax_backward_data.default,
+}  # fmt: skip
+"""Ops that need a factor whole only as long as they are fused (the rewrite takes them apart)."""
+
+
+def _multiplied_params(joint: JointGraph) -> set[fx.Node]:
+    """Parameters that reach a matrix product through views and casts."""
+    products = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+    out = set()
+    for node in joint.param_nodes().values():
+        seen = [node]
+        for value in seen:
+            for user in value.users:
+                if user.target in products:
+                    out.add(node)
+                elif len(tensor_inputs(user)) == 1 and user.op == "call_function" and user not in seen:
+                    if getattr(user.target, "is_view", False) or source_of(user)[0] is not user:
+                        seen.append(user)
+    return out
+
+
+def _table_worth_cutting(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether a lookup table is larger than what its lookups return, so that cutting it saves more than it moves."""
+    results = [u.meta["val"].numel() for u in node.users if u.target is _aten.embedding.default]
+    return bool(results) and node.meta["val"].numel() > sum(results)
+
+
+def _label(node: fx.Node, dim: int) -> str:
+    """A word for a parameter's factor, from how the parameter is used."""
+    for user in node.users:
+        rule = rule_for(user) if user.op == "call_function" else None
+        if rule is not None and rule.lookup:
+            return "vocab" if dim == 0 else "hidden"
+    return f"dim{dim}"
+
+
+__all__ = [
+    "ALIASES", "STRATEGIES", "Compute", "InputKind", "Price", "canonical_name", "cut_at_rest", "named_plan", "strategy_mesh",
+    "tensor_parallel_factors",
+]  # fmt: skip

@@ -1,0 +1,230 @@
+"""Verify: run every rank of a rewritten program in one process and compare with the single device, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import BatchError, VerificationError
+from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
+from autopar.plan import Plan
+from autopar.program import Collective, LocalGraph, LocalProgram
+from autopar.runtime.lockstep import run_lockstep
+from autopar.runtime.sharding import shard_tensor, unshard
+
+TOLERANCE = 1e-9
+"""Largest accepted difference, relative to the largest entry of the tensor: float64 leaves about 1e-15 per operation, and a
+missing or doubled reduction is off by a factor of the rank count."""
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The outcome of a comparison.
+
+    Attributes:
+        ok: whether every difference is within the tolerance.
+        max_rel_err: the largest difference, relative to the largest entry of its tensor.
+        worst: what it was found in, such as `gradient of h.0.mlp.weight`.
+        errors: every compared tensor's difference.
+        plan: the plan that was verified.
+        sharded_flops_fraction: share of the matrix FLOPs that is divided over ranks rather than repeated.
+    """
+
+    ok: bool
+    max_rel_err: float
+    worst: str
+    errors: Mapping[str, float]
+    plan: Plan
+    sharded_flops_fraction: float = 1.0
+
+    def __str__(self) -> str:
+        word = "equal" if self.ok else "DIFFERENT"
+        return f"{word}: {len(self.errors)} tensors compared, largest relative error {self.max_rel_err:.2e} in {self.worst}"
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference over the largest entry of `expected`; infinite where shapes differ or a value is not finite
+    on one side only."""
+    if found.shape != expected.shape:
+        return float("inf")
+    if expected.numel() == 0:
+        return 0.0
+    if not expected.is_floating_point() and not expected.is_complex():
+        return 0.0 if torch.equal(found, expected) else float("inf")
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = torch.where(same, torch.zeros_like(expected.abs()), (found - expected).abs())
+    error = float(difference.max() / expected.abs().where(expected.isfinite(), torch.zeros_like(expected.abs())).max().clamp_min(1e-300))
+    return error if error == error else float("inf")
+
+
+@dataclass
+class SingleDevice:
+    """What one device computes: outputs by path, gradients and new buffer values by name."""
+
+    outputs: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    tangents: dict[str, torch.Tensor]
+
+
+def run_single_device(model: nn.Module, joint: JointGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SingleDevice:
+    """Run the unmodified module eagerly; gradients start from random tangents, or from 1 for a scalar."""
+    tangent_paths = [s.path for s in joint.inputs if s.kind is InputKind.TANGENT]
+    tree = joint.output_tree
+    with torch.set_grad_enabled(joint.trains):
+        outputs = dict(zip(tree.paths, tree.tensors_of(model(*args, **kwargs)), strict=True))
+    generator = torch.Generator().manual_seed(0)
+    tangents = {}
+    for path in tangent_paths:
+        value = outputs[path]
+        random = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+        tangents[path] = torch.ones_like(value) if value.dim() == 0 else random
+    params = {s.path: _lookup(model, s.path) for s in joint.inputs if s.kind is InputKind.PARAM}
+    if tangents:
+        torch.autograd.backward([outputs[p] for p in tangents], list(tangents.values()))
+    gradients = {path: p.grad for path, p in params.items()}
+    return SingleDevice(
+        {path: value.detach() for path, value in outputs.items()},
+        gradients,
+        {s.path: _lookup(model, s.path).detach() for s in joint.outputs if s.kind is OutputKind.MUTATION},
+        {path: value.detach() for path, value in tangents.items()},
+    )
+
+
+def _lookup(model: nn.Module, path: str) -> torch.Tensor:
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)  # type: ignore[no-any-return]
+
+
+def run_all_ranks(
+    program: LocalProgram, values: Mapping[GraphInput, torch.Tensor]
+) -> tuple[dict[tuple[OutputKind, str], torch.Tensor | None], list[Any]]:
+    """Run every rank of a program in lockstep on global values; returns the global results and the collectives run."""
+    results: dict[tuple[OutputKind, str], torch.Tensor | None] = {}
+    saved: list[dict[str, Any]] = [{} for _ in range(program.mesh.num_ranks)]
+    executed = []
+    for graph in [program.forward, *([program.backward] if program.backward else [])]:
+        inputs = [_rank_inputs(graph, program, values, saved[rank], rank) for rank in range(program.mesh.num_ranks)]
+        run = run_lockstep(graph, program.mesh, inputs)
+        executed += run.collectives
+        node_values = graph.module.graph.output_node().args[0]
+        for i, (spec, sharding) in enumerate(zip(graph.outputs, graph.output_shardings, strict=True)):
+            parts = [outputs[i] for outputs in run.outputs]
+            if spec.kind is OutputKind.SAVED:
+                for rank, part in enumerate(parts):
+                    saved[rank][spec.path] = part
+            elif sharding is None:
+                results[spec.kind, spec.path] = None
+            else:
+                shape = node_values[i].meta["global_shape"]  # type: ignore[index,union-attr]
+                results[spec.kind, spec.path] = unshard(parts, sharding, program.mesh, shape)
+    return results, executed
+
+
+def _rank_inputs(
+    graph: LocalGraph, program: LocalProgram, values: Mapping[GraphInput, torch.Tensor], saved: Mapping[str, Any], rank: int
+) -> list[Any]:
+    out: list[Any] = []
+    for spec, sharding in zip(graph.inputs, graph.input_shardings, strict=True):
+        if spec.kind is InputKind.RANK:
+            out.append(program.mesh.coordinate(rank)[program.mesh.axis(spec.path)])
+        elif spec.kind is InputKind.SAVED:
+            out.append(saved[spec.path])
+        else:
+            assert sharding is not None
+            out.append(shard_tensor(values[spec], sharding, program.mesh, rank))
+    return out
+
+
+def in_float64(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Copies of a model and its inputs in float64 on the CPU; parameters on the meta device get random values."""
+    copied = copy.deepcopy(model)
+    if any(t.is_meta for t in [*copied.parameters(), *copied.buffers()]):
+        copied = copied.to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for tensor in [*copied.parameters(), *copied.buffers()]:
+                if tensor.is_floating_point():
+                    tensor.normal_(std=0.02, generator=generator)
+                else:
+                    tensor.zero_()
+    copied = copied.cpu().double()
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().cpu().double() if leaf.is_floating_point() else leaf.detach().cpu()
+
+    from torch.utils import _pytree as pytree
+
+    return copied, pytree.tree_map(convert, args), pytree.tree_map(convert, dict(kwargs))
+
+
+def compare(
+    joint: JointGraph, program: LocalProgram, plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> VerifyReport:
+    """Compare a program with the single device on global inputs.  `model` is left with gradients.
+
+    Raises:
+        BatchError: if the batch cannot be cut over the ranks.
+        VerificationError: if the program fails to run, or moves other bytes than its graph says.
+    """
+    from autopar.signature import flatten_inputs
+
+    values: dict[GraphInput, torch.Tensor] = {}
+    flat = dict(flatten_inputs(args, kwargs)[0])
+    check_batch(flat, joint.batch_dims, program.mesh.num_ranks)
+    for spec in joint.inputs:
+        if spec.kind in (InputKind.PARAM, InputKind.BUFFER):
+            values[spec] = _lookup(model, spec.path).detach().clone()
+        elif spec.kind is InputKind.INPUT:
+            values[spec] = flat[spec.path]
+    reference = run_single_device(model, joint, args, kwargs)
+    values.update({GraphInput(InputKind.TANGENT, path): value for path, value in reference.tangents.items()})
+    results, executed = run_all_ranks(program, values)
+    _check_bytes(program.collectives(), executed)
+    errors = {}
+    for (kind, path), found in results.items():
+        expected = {OutputKind.OUTPUT: reference.outputs, OutputKind.GRADIENT: reference.gradients,
+                    OutputKind.MUTATION: reference.buffers}[kind][path]  # fmt: skip
+        name = {OutputKind.OUTPUT: "output", OutputKind.GRADIENT: "gradient of", OutputKind.MUTATION: "buffer"}[kind]
+        if found is None or expected is None:
+            zero = found is None and (expected is None or not expected.any())
+            errors[f"{name} {path}"] = 0.0 if zero or (found is not None and not found.any()) else float("inf")
+        else:
+            errors[f"{name} {path}"] = relative_error(found, expected)
+    worst = max(errors, key=errors.__getitem__)
+    return VerifyReport(errors[worst] <= TOLERANCE, errors[worst], worst, errors, plan)
+
+
+def check_batch(inputs: Mapping[str, torch.Tensor], batch_dims: Mapping[str, int], num_ranks: int) -> None:
+    """Refuse a global batch that does not divide.
+
+    Raises:
+        BatchError: naming the input, its batch and the nearest sizes that work.
+    """
+    for path, dim in batch_dims.items():
+        size = inputs[path].shape[dim]
+        if size % num_ranks or size == 0:
+            below, above = size // num_ranks * num_ranks, (size // num_ranks + 1) * num_ranks
+            near = f"{below} or {above}" if below else str(above)
+            raise BatchError(
+                f"the batch of {size} rows (dim {dim} of input {path!r}) cannot be cut evenly over {num_ranks} ranks; "
+                f"use {near} rows"
+            )
+
+
+def _check_bytes(claimed: list[Collective], executed: list[Any]) -> None:
+    said = [(c.kind, c.axis, c.num_bytes) for c in claimed]
+    done = [(c.kind, c.axis, c.num_bytes) for c in executed]
+    if said != done:
+        first = next((i for i, (a, b) in enumerate(zip(said, done, strict=False)) if a != b), min(len(said), len(done)))
+        raise VerificationError(
+            f"the program's collectives differ from those that ran, first at number {first}: "
+            f"{said[first : first + 1]} in the graph, {done[first : first + 1]} run"
+        )

@@ -1,0 +1,214 @@
+"""Liveness of a local program: when each allocation is made and when it is freed.
+
+Program order is the order of allocation.  A *block* is one allocation; views share their base's block, a block is
+freed after the last node that uses it or a view of it, and the inputs of a node are alive while its outputs are made.
+What lives how long:
+
+* parameters and buffers at rest and the caller's inputs: always;
+* a value saved for the backward pass: from where it is made to its last use there.  One that shares memory with a
+  parameter at rest or an input costs nothing more.  Gathered parameters that a plan keeps are saved values;
+* module outputs: from where they are made to the end of the step, since the caller holds them;
+* a gradient: from where it is made to the end of the step (`zero_grad` frees it before the next one);
+* the input of a collective: until its `wait_tensor`, except an all-reduce's, which is copied first;
+* all else, gathered parameters and buffers of collectives included: until the last use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias, Union
+
+import torch
+from torch import fx
+
+from autopar._compat import OpOverload
+from autopar.cost_model.layout import Layouts
+from autopar.cost_model.ops import aliased_input, tensor_bytes, workspace_bytes
+from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
+from autopar.program import COLLECTIVE_KINDS, LocalGraph, LocalProgram
+
+PARAM, GRADIENT, ACTIVATION, TEMPORARY = "params", "grads", "activations", "temporaries"
+
+
+@dataclass(eq=False)
+class Block:
+    """One allocation, alive from step `born` to step `last`, both included."""
+
+    num_bytes: int
+    born: int
+    last: int
+    kind: str = TEMPORARY
+
+
+Blocks: TypeAlias = Union[Block, "tuple[Blocks, ...]", None]
+"""The blocks behind a traced value: one per tensor, nested as the value is."""
+
+
+@dataclass
+class Liveness:
+    """The blocks of a program; made by `Liveness.of`.
+
+    Attributes:
+        granularity: bytes that the allocator rounds blocks up to.
+        layouts: strides of the program's values.
+        copies_reduce_scatter: whether the backend sums a copy of a reduce-scatter's whole input, as gloo does.
+        blocks: every block, in order of birth within a pass.
+        steps: `pass:node` of every step; the optimizer's step, if any, comes after the last one.
+    """
+
+    granularity: int
+    layouts: Layouts
+    copies_reduce_scatter: bool
+    blocks: list[Block] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
+    _in_flight: dict[fx.Node, tuple[Block, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(program: LocalProgram, layouts: Layouts, granularity: int, copies_reduce_scatter: bool) -> Liveness:
+        """Walk forward, then backward."""
+        liveness = Liveness(granularity, layouts, copies_reduce_scatter)
+        held: list[Blocks] = []
+        saved = liveness._run_forward(program.forward, held)
+        if program.backward is not None:
+            liveness._run_backward(program.backward, saved, held)
+        for value in held:
+            liveness._use(value, len(liveness.steps))
+        return liveness
+
+    def live_bytes(self, num_steps: int) -> list[dict[str, int]]:
+        """Bytes alive in each of `num_steps` steps, by kind of block."""
+        changes: list[dict[str, int]] = [dict.fromkeys(_KINDS, 0) for _ in range(num_steps + 1)]
+        for block in self.blocks:
+            changes[block.born][block.kind] += block.num_bytes
+            changes[min(block.last, num_steps - 1) + 1][block.kind] -= block.num_bytes
+        for before, change in itertools.pairwise(changes):
+            for kind in _KINDS:
+                change[kind] += before[kind]
+        return changes[:num_steps]
+
+    def _run_forward(self, graph: LocalGraph, held: list[Blocks]) -> dict[str, Blocks]:
+        values: dict[fx.Node, Blocks] = {}
+        for spec, node in placeholders(graph):
+            kind = _PERMANENT.get(spec.kind)
+            values[node] = self._allocate(node.meta["val"], kind) if kind else None
+            held.append(values[node])
+        self._walk(graph, "forward", values)
+        saved: dict[str, Blocks] = {}
+        for output, node in outputs(graph):
+            if output.kind is OutputKind.SAVED:
+                saved[output.path] = values[node]
+            elif output.kind is OutputKind.OUTPUT:
+                held.append(values[node])
+            if output.kind is not OutputKind.MUTATION:
+                self._mark(values[node], ACTIVATION)
+        return saved
+
+    def _run_backward(self, graph: LocalGraph, saved: Mapping[str, Blocks], held: list[Blocks]) -> None:
+        values: dict[fx.Node, Blocks] = {}
+        tangents: list[Blocks] = []
+        for spec, node in placeholders(graph):
+            if spec.kind is InputKind.SAVED:
+                values[node] = saved[spec.path]
+            elif spec.kind is InputKind.TANGENT:
+                values[node] = self._allocate(node.meta["val"])
+                tangents.append(values[node])
+            else:
+                values[node] = None
+        self._walk(graph, "backward", values)
+        for value in tangents:  # autograd holds them until the backward pass returns
+            self._use(value, len(self.steps) - 1)
+        for output, node in outputs(graph):
+            if output.kind is OutputKind.GRADIENT:
+                held.append(values[node])
+                self._mark(values[node], GRADIENT)
+
+    def _walk(self, graph: LocalGraph, name: str, values: dict[fx.Node, Blocks]) -> None:
+        """Run the nodes of one graph; handing over its outputs is a step of its own."""
+        for node in graph.module.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            now = len(self.steps)
+            self.steps.append(f"{name}:{node.name}")
+            values[node] = self._run_node(node, now, values)
+            for used in node.all_input_nodes:
+                self._use(values[used], now)
+                self._use(self._in_flight.get(used, ()), now)
+
+    def _run_node(self, node: fx.Node, now: int, values: Mapping[fx.Node, Blocks]) -> Blocks:
+        """Blocks of a node's result: its base's if it is a view, new ones otherwise."""
+        if node.op == "output":
+            return None
+        if workspace := workspace_bytes(node):
+            self._add(workspace, now)
+        kind = COLLECTIVE_KINDS.get(node.target) if isinstance(node.target, OpOverload) else None
+        if kind is not None and kind != "all_reduce":
+            self._in_flight[node] = self._busy_until_waited_for(node, kind, now, values)
+        base = aliased_input(node, self.layouts)
+        if base is None:
+            return self._allocate(node.meta.get("val"), TEMPORARY, now)
+        shared = values[base]
+        if node.target is operator.getitem and isinstance(shared, tuple):
+            index = node.args[1]
+            assert isinstance(index, int)
+            return shared[index]
+        value = node.meta.get("val")
+        return (shared,) * len(value) if isinstance(value, (tuple, list)) else shared
+
+    def _busy_until_waited_for(
+        self, node: fx.Node, kind: str, now: int, values: Mapping[fx.Node, Blocks]
+    ) -> tuple[Block, ...]:
+        operand = node.all_input_nodes[0]
+        busy = tuple(_flatten(values[operand]))
+        if kind == "reduce_scatter" and self.copies_reduce_scatter:
+            busy += (self._add(tensor_bytes(operand.meta["val"]), now),)
+        return busy
+
+    def _allocate(self, value: object, kind: str = TEMPORARY, born: int | None = None) -> Blocks:
+        if isinstance(value, torch.Tensor):
+            return self._add(tensor_bytes(value), len(self.steps) if born is None else born, kind)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._allocate(v, kind, born) for v in value)
+        return None
+
+    def _add(self, num_bytes: int, born: int, kind: str = TEMPORARY) -> Block:
+        block = Block(-(-num_bytes // self.granularity) * self.granularity, born, born, kind)
+        self.blocks.append(block)
+        return block
+
+    def _use(self, value: Blocks, now: int) -> None:
+        for block in _flatten(value):
+            block.last = max(block.last, now)
+
+    def _mark(self, value: Blocks, kind: str) -> None:
+        for block in _flatten(value):
+            if block.kind == TEMPORARY:
+                block.kind = kind
+
+
+_KINDS = (PARAM, GRADIENT, ACTIVATION, TEMPORARY)
+_PERMANENT = {InputKind.PARAM: PARAM, InputKind.BUFFER: PARAM, InputKind.INPUT: ACTIVATION}
+
+
+def placeholders(graph: LocalGraph) -> Iterator[tuple[GraphInput, fx.Node]]:
+    """Each input of a local graph with its node."""
+    return zip(graph.inputs, graph.module.graph.find_nodes(op="placeholder"), strict=True)
+
+
+def outputs(graph: LocalGraph) -> Iterator[tuple[GraphOutput, fx.Node]]:
+    """Each output of a local graph that is a node (`None` is not) with it."""
+    values = graph.module.graph.output_node().args[0]
+    assert isinstance(values, (tuple, list))
+    for spec, value in zip(graph.outputs, values, strict=True):
+        if isinstance(value, fx.Node):
+            yield spec, value
+
+
+def _flatten(value: Blocks) -> Iterator[Block]:
+    if isinstance(value, Block):
+        yield value
+    elif value is not None:
+        for part in value:
+            yield from _flatten(part)

@@ -1,0 +1,240 @@
+"""Localise: from the global view to one rank's: local shapes, local size arguments, local lookups.
+
+Preserves numerics exactly.  Placeholders for the rank's position along each mesh axis come in here; the reshards stay.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.mesh import Mesh
+from autopar.passes.propagate import Cut
+from autopar.passes.reshard import is_reshard
+from autopar.placement import Sharding, local_shape
+from autopar.rules import Call, tensor_inputs
+
+aten = torch.ops.aten
+
+
+def local_value(value: Any, sharding: Any, mesh: Mesh) -> Any:
+    """The local counterpart of a traced value: a tensor on `meta` with one rank's shape."""
+    if isinstance(value, (tuple, list)):
+        return tuple(local_value(v, s, mesh) for v, s in zip(value, sharding, strict=True))
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(local_shape(value.shape, sharding, mesh), dtype=value.dtype, device="meta")
+
+
+def localise(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
+    """Turn every op into the op that one rank runs."""
+    ranks = _rank_placeholders(module.graph, mesh)
+    for node in list(module.graph.nodes):
+        if node.op not in ("placeholder", "call_function", "get_attr") or node in ranks.values():
+            continue
+        value = node.meta["val"]
+        node.meta["global_shape"] = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        node.meta["val"] = local_value(value, node.meta["sharding"], mesh)
+        if node.op == "call_function" and not is_reshard(node) and isinstance(node.target, torch._ops.OpOverload):
+            _localise_sizes(node, value)
+            rule = node.meta["rule"]
+            looked_up = [(a, c) for a, c in enumerate(node.meta["cuts"]) if rule and c and c.factor in rule.lookup]
+            if looked_up:
+                assert rule is not None
+                _localise_lookup(module.graph, node, rule.lookup[looked_up[0][1].factor], looked_up, ranks, mesh)
+    return module
+
+
+def _rank_placeholders(graph: fx.Graph, mesh: Mesh) -> dict[str, fx.Node]:
+    last = graph.find_nodes(op="placeholder")[-1:]
+    ranks: dict[str, fx.Node] = {}
+    with graph.inserting_after(last[0]) if last else graph.inserting_before():
+        for name in reversed(mesh.names):
+            node = graph.placeholder(f"rank_{name}")
+            node.meta = {"val": 0, "module": "", "backward": False, "sharding": None, "axis": name}
+            ranks[name] = node
+    return ranks
+
+
+# ------------------------------------------------------------------------------------------------------ size arguments
+
+Resizer = Callable[[fx.Node, Call, Sequence[int]], None]
+
+
+def _localise_sizes(node: fx.Node, value: Any) -> None:
+    resize = _RESIZERS.get(node.target)
+    if resize is not None:
+        shape = node.meta["val"][0].shape if isinstance(value, (tuple, list)) else node.meta["val"].shape
+        resize(node, Call(node), [int(n) for n in shape])
+
+
+def _set(node: fx.Node, call: Call, **changes: Any) -> None:
+    names = [arg.name for arg in node.target._schema.arguments]  # type: ignore[union-attr]
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for name, value in changes.items():
+        position = names.index(name)
+        if name in kwargs or position >= len(args):
+            kwargs[name] = value
+        else:
+            args[position] = value
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def _reshape(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    # A local tensor may have other strides than the traced one, so a view that was possible may need a copy.
+    node.target = aten.reshape.default
+    node.args, node.kwargs = (call["self"], list(shape)), {}
+
+
+def _size(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    _set(node, call, size=list(shape))
+
+
+def _split(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    dim = call.dim("dim", len(shape))
+    node.target = aten.split_with_sizes.default
+    node.args, node.kwargs = (call["self"], [int(v.shape[dim]) for v in node.meta["val"]], dim), {}
+
+
+def _slice(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    dim = call.dim("dim", len(shape))
+    source = call["self"]
+    local, whole = source.meta["val"].shape[dim], source.meta["global_shape"][dim]
+    if local != whole:
+        bounds = {name: _scaled(call[name], local, whole) for name in ("start", "end")}
+        _set(node, call, **bounds)
+
+
+def _scaled(position: int | None, local: int, whole: int) -> int | None:
+    """A position at a multiple of the cut grain, in the local dim."""
+    if position is None:
+        return None
+    return max(-whole, min(position, whole)) * local // whole
+
+
+def _slice_backward(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    dim = call.dim("dim", len(shape))
+    local, whole = shape[dim], int(call["input_sizes"][dim])
+    start, end = _scaled(call["start"], local, whole), _scaled(call["end"], local, whole)
+    _set(node, call, input_sizes=list(shape), start=start, end=end)
+
+
+def _select_backward(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    _set(node, call, input_sizes=list(shape))
+
+
+def _embedding_backward(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    _set(node, call, num_weights=shape[0])
+
+
+_RESIZERS: dict[Any, Resizer] = {
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten.reshape.default: _reshape,
+    aten.expand.default: _size,
+    aten.full.default: _size,
+    aten.zeros.default: _size,
+    aten.ones.default: _size,
+    aten.empty.memory_format: _size,
+    aten.new_zeros.default: _size,
+    aten.new_ones.default: _size,
+    aten.new_full.default: _size,
+    aten.new_empty.default: _size,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.slice.Tensor: _slice,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+    aten.embedding_dense_backward.default: _embedding_backward,
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- lookups
+
+
+def _localise_lookup(
+    graph: fx.Graph, node: fx.Node, index_position: int, cuts: list[tuple[int, Cut]], ranks: dict[str, fx.Node], mesh: Mesh
+) -> None:
+    """Let each rank look up only what it holds: shift the indices, and mask those that other ranks hold.
+
+    The masked results are zero, so that their sum over the ranks is the whole lookup.
+    """
+    index = tensor_inputs(node)[index_position]
+    call = Call(node)
+    backward = "grad_output" in call.args
+    held = node.meta["val"].shape[0] if backward else _held(node, call)
+    emit = _Emitter(graph, node)
+    with graph.inserting_before(node):
+        block: Any = 0
+        for axis, _ in cuts:
+            block = emit.number(operator.add, emit.number(operator.mul, block, mesh.sizes[axis]), ranks[mesh.names[axis]])
+        local = emit(aten.sub.Tensor, (index, emit.number(operator.mul, block, held)), index)
+        outside = emit(aten.logical_or.default, (emit(aten.lt.Scalar, (local, 0), index, torch.bool),
+                                                 emit(aten.ge.Scalar, (local, held), index, torch.bool)), index, torch.bool)  # fmt: skip
+        if backward and call.args.get("padding_idx", -1) >= 0:
+            padding = emit(aten.eq.Scalar, (index, call["padding_idx"]), index, torch.bool)
+            outside = emit(aten.logical_or.default, (outside, padding), index, torch.bool)
+        safe = emit(aten.masked_fill.Scalar, (local, outside, 0), index)
+        if backward:
+            gradient = call["grad_output"]
+            mask = emit(aten.unsqueeze.default, (outside, -1), index, torch.bool, extra=1)
+            masked = emit(aten.masked_fill.Scalar, (gradient, mask, 0), gradient)
+            node.replace_input_with(gradient, masked)
+        node.replace_input_with(index, safe)
+    if "padding_idx" in call.args:
+        _set(node, call, padding_idx=-1)
+    if not backward:
+        _mask_result(graph, node, outside, emit)
+
+
+def _held(node: fx.Node, call: Call) -> int:
+    table = call["weight"] if "weight" in call.args else call["self"]
+    dim = 0 if "weight" in call.args else call.dim("dim", table.meta["val"].dim())
+    return int(table.meta["val"].shape[dim])
+
+
+def _mask_result(graph: fx.Graph, node: fx.Node, outside: fx.Node, emit: _Emitter) -> None:
+    users = list(node.users)
+    with graph.inserting_after(node):
+        mask = outside
+        if node.meta["val"].dim() > outside.meta["val"].dim():
+            mask = graph.call_function(aten.unsqueeze.default, (outside, -1))
+            mask.meta = {**outside.meta, "val": outside.meta["val"].unsqueeze(-1), "global_shape": (*outside.meta["global_shape"], 1)}
+    with graph.inserting_after(mask if mask is not outside else node):
+        masked = graph.call_function(aten.masked_fill.Scalar, (node, mask, 0))
+        masked.meta = dict(node.meta)
+    for user in users:
+        user.replace_input_with(node, masked)
+
+
+class _Emitter:
+    """Creates nodes beside an op, with local metadata copied from a model node."""
+
+    def __init__(self, graph: fx.Graph, owner: fx.Node) -> None:
+        self.graph, self.owner = graph, owner
+
+    def __call__(self, op: Any, args: tuple[Any, ...], like: fx.Node, dtype: torch.dtype | None = None, extra: int = 0) -> fx.Node:
+        new = self.graph.call_function(op, args)
+        value = like.meta["val"]
+        shape = (*value.shape, *(1 for _ in range(extra)))
+        new.meta = {
+            "val": torch.empty(shape, dtype=dtype or value.dtype, device="meta"),
+            "module": self.owner.meta["module"], "backward": self.owner.meta["backward"],
+            "sharding": like.meta["sharding"], "global_shape": (*like.meta["global_shape"], *(1 for _ in range(extra))),
+        }  # fmt: skip
+        return new
+
+    def number(self, op: Any, left: Any, right: Any) -> Any:
+        """An integer computed from rank positions; constants fold."""
+        if isinstance(left, int) and isinstance(right, int):
+            return op(left, right)
+        if op is operator.add and left == 0:
+            return right
+        new = self.graph.call_function(op, (left, right))
+        new.meta = {"val": 0, "module": self.owner.meta["module"], "backward": self.owner.meta["backward"], "sharding": None,
+                    "global_shape": None}  # fmt: skip
+        return new

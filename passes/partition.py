@@ -1,0 +1,123 @@
+"""Partition: cut the joint graph into a forward and a backward graph.
+
+Preserves numerics exactly.  What the backward needs from the forward is handed over as saved values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
+from autopar.program import LocalGraph
+
+_FORWARD_INPUTS = (InputKind.PARAM, InputKind.BUFFER, InputKind.INPUT, InputKind.RANK, InputKind.SEED)
+
+
+def partition(joint: LocalGraph) -> tuple[LocalGraph, LocalGraph | None]:
+    """The forward graph, and the backward graph if there are gradients to compute."""
+    graph = joint.module.graph
+    nodes = list(graph.nodes)
+    specs = dict(zip(graph.find_nodes(op="placeholder"), joint.inputs, strict=True))
+    values: Sequence[fx.Node | None] = graph.output_node().args[0]  # type: ignore[assignment]
+    outputs = list(zip(joint.outputs, values, joint.output_shardings, strict=True))
+    early = [o for o in outputs if o[0].kind is not OutputKind.GRADIENT]
+    late = [o for o in outputs if o[0].kind is OutputKind.GRADIENT]
+    if not late:
+        return joint, None
+    forward = _ancestors([n for _, n, _ in early if n is not None])
+    for node in nodes:
+        if node.op == "call_function" and not node.meta["backward"] and _reaches_no_tangent(node, specs, forward):
+            forward.add(node)
+    needed = _ancestors([n for _, n, _ in late if n is not None])
+    backward = {n for n in needed if n not in forward and n.op == "call_function"}
+    read = dict.fromkeys(p for n in nodes if n in backward for p in n.all_input_nodes)
+    read.update(dict.fromkeys(n for _, n, _ in late if n is not None))
+    saved = [n for n in read if n not in backward and not _given_again(n, specs)]
+    return _forward(joint, nodes, specs, forward, early, saved), _backward(joint, nodes, specs, backward, late, saved)
+
+
+def _ancestors(roots: Sequence[fx.Node]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return seen
+
+
+def _reaches_no_tangent(node: fx.Node, specs: dict[fx.Node, GraphInput], forward: set[fx.Node]) -> bool:
+    """Whether a node can be computed in the forward pass: all that it reads is there."""
+    return all(
+        (p in specs and specs[p].kind in _FORWARD_INPUTS) or p in forward or p.op == "get_attr" for p in node.all_input_nodes
+    )
+
+
+def _given_again(node: fx.Node, specs: dict[fx.Node, GraphInput]) -> bool:
+    """Tangents and rank positions come to the backward graph by themselves."""
+    return (node in specs and specs[node].kind in (InputKind.TANGENT, InputKind.RANK)) or node.op == "get_attr"
+
+
+Output = tuple[GraphOutput, "fx.Node | None", object]
+
+
+def _forward(joint: LocalGraph, nodes: list[fx.Node], specs: dict[fx.Node, GraphInput], inside: set[fx.Node],
+             early: list[Output], saved: list[fx.Node]) -> LocalGraph:  # fmt: skip
+    graph, copies = fx.Graph(), {}
+    inputs, shardings = [], []
+    for node, sharding in zip(specs, joint.input_shardings, strict=True):
+        if specs[node].kind in _FORWARD_INPUTS:
+            copies[node] = graph.node_copy(node)
+            inputs.append(specs[node])
+            shardings.append(sharding)
+    _copy_calls(graph, nodes, inside, copies)
+    results = [*((s, n, p) for s, n, p in early), *((GraphOutput(OutputKind.SAVED, n.name), n, n.meta["sharding"]) for n in saved)]
+    return _finish(joint, graph, copies, inputs, shardings, results)
+
+
+def _backward(joint: LocalGraph, nodes: list[fx.Node], specs: dict[fx.Node, GraphInput], inside: set[fx.Node],
+              late: list[Output], saved: list[fx.Node]) -> LocalGraph:  # fmt: skip
+    graph, copies = fx.Graph(), {}
+    inputs, shardings = [], []
+    for node in saved:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+        inputs.append(GraphInput(InputKind.SAVED, node.name))
+        shardings.append(node.meta["sharding"])
+    for node, sharding in zip(specs, joint.input_shardings, strict=True):
+        if specs[node].kind in (InputKind.TANGENT, InputKind.RANK):
+            copies[node] = graph.node_copy(node)
+            inputs.append(specs[node])
+            shardings.append(sharding)
+    _copy_calls(graph, nodes, inside, copies)
+    return _finish(joint, graph, copies, inputs, shardings, late)
+
+
+def _copy_calls(graph: fx.Graph, nodes: list[fx.Node], inside: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
+    for node in nodes:
+        if node in copies:
+            continue
+        if node.op == "get_attr" or (node.op == "call_function" and node in inside):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+
+
+def _finish(joint: LocalGraph, graph: fx.Graph, copies: dict[fx.Node, fx.Node], inputs: list[GraphInput],
+            shardings: list[object], results: list[Output]) -> LocalGraph:  # fmt: skip
+    graph.output(tuple(None if n is None else copies[n] for _, n, _ in results))
+    for node in list(graph.find_nodes(op="get_attr")):
+        if not node.users:
+            graph.erase_node(node)
+    module = fx.GraphModule(joint.module, graph)
+    graph.lint()
+    return LocalGraph(
+        module,
+        tuple(inputs),
+        tuple(s for s, _, _ in results),
+        tuple(shardings),  # type: ignore[arg-type]
+        tuple(p for _, _, p in results),  # type: ignore[misc]
+    )
+
+

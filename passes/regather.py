@@ -1,0 +1,57 @@
+"""Regather: drop a gathered parameter after the forward and gather it again for the backward (ZeRO-3, FSDP).
+
+Preserves numerics exactly: the same values are computed twice.  Ops that only look at the gathered parameter
+(a transpose, a cast) are repeated with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.graph import GraphInput, InputKind
+from autopar.passes.reshard import is_reshard
+from autopar.plan import Plan
+from autopar.rules import tensor_inputs
+
+_CHEAP = {torch.ops.aten._to_copy.default}
+
+
+def regather(module: fx.GraphModule, inputs: tuple[GraphInput, ...], plan: Plan) -> fx.GraphModule:
+    """Give the backward pass gathered copies of its own, for every parameter whose storage says so."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for spec, node in zip(inputs, placeholders, strict=True):
+        if spec.kind is InputKind.PARAM and plan.storage[spec.path].regather:
+            for gathered in [n for n in node.users if is_reshard(n) and not n.meta["backward"]]:
+                _repeat_in_backward(module.graph, gathered)
+    return module
+
+
+def _repeat_in_backward(graph: fx.Graph, gathered: fx.Node) -> None:
+    chain = [gathered]
+    for node in chain:
+        chain += [u for u in node.users if not u.meta.get("backward") and _only_looks(u)]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    uses = [(user, node) for node in chain for user in node.users if user.op == "call_function" and user.meta["backward"]]
+    copies: dict[fx.Node, fx.Node] = {}
+    for user, node in sorted(uses, key=lambda pair: order[pair[0]]):
+        with graph.inserting_before(user):
+            replacement = _copied(graph, node, gathered, copies)
+        user.replace_input_with(node, replacement)
+
+
+def _copied(graph: fx.Graph, node: fx.Node, gathered: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    if node not in copies:
+        if node is not gathered:
+            _copied(graph, tensor_inputs(node)[0], gathered, copies)
+        new = graph.node_copy(node, lambda n: copies.get(n, n))
+        new.meta = {**node.meta, "backward": True}
+        copies[node] = new
+    return copies[node]
+
+
+def _only_looks(node: fx.Node) -> bool:
+    op = node.target
+    if node.op != "call_function" or not isinstance(op, torch._ops.OpOverload) or len(tensor_inputs(node)) != 1:
+        return False
+    return op in _CHEAP or bool(op.is_view) or op is torch.ops.aten._unsafe_view.default

@@ -1,0 +1,111 @@
+"""Insert reshards: every place where a value lies otherwise than an op needs it becomes an explicit `reshard` node.
+
+Preserves numerics exactly: shapes are still global, and a reshard of a global value is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.factors import source_of
+from autopar.graph import JointGraph, OutputKind
+from autopar.passes.propagate import Assignment
+from autopar.placement import Partial, Sharding, describe_sharding
+from autopar.plan import Plan
+from autopar.rules import is_tensor_node
+
+
+def reshard(value: torch.Tensor, source: str, target: str) -> torch.Tensor:
+    """Move a value from one sharding to another.  Only a marker: a later pass lowers it to collectives."""
+    raise AssertionError(f"a reshard {source} -> {target} was not lowered")
+
+
+def is_reshard(node: fx.Node) -> bool:
+    """Whether a node is a reshard."""
+    return node.op == "call_function" and node.target is reshard
+
+
+def insert_reshards(joint: JointGraph, assignment: Assignment, plan: Plan) -> fx.GraphModule:
+    """Copy the joint graph with a reshard at every mismatch.
+
+    Each node of the copy has `meta["sharding"]` (a tuple of them for several outputs) and, for calls, `meta["cuts"]` and `meta["rule"]`.
+    A reshard that several ops need is made once, just before the first of them; the reduction of a gradient is made where
+    the gradient is complete, or after the whole backward pass if the plan delays it.
+    """
+    return _Insertion(joint, assignment, plan).run()
+
+
+class _Insertion:
+    def __init__(self, joint: JointGraph, assignment: Assignment, plan: Plan) -> None:
+        self.joint, self.assignment, self.plan = joint, assignment, plan
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.resharded: dict[tuple[fx.Node, Sharding], fx.Node] = {}
+
+    def run(self) -> fx.GraphModule:
+        complete = self._gradients_to_reduce()
+        for node in self.joint.module.graph.nodes:
+            if node.op == "output":
+                break
+            self.copies[node] = self._copy(node)
+            if node in complete:
+                self._reshard(node, complete[node], node)
+        wanted = zip(self.joint.output_values, self.assignment.wanted, strict=True)
+        values = tuple(None if n is None or s is None else self._reshard(n, s, n) for n, s in wanted)
+        self.graph.output(values)
+        return fx.GraphModule(self.joint.module, self.graph)
+
+    def _gradients_to_reduce(self) -> dict[fx.Node, Sharding]:
+        if self.plan.delay_reduction:
+            return {}
+        pairs = zip(self.joint.outputs, self.joint.output_values, self.assignment.wanted, strict=True)
+        return {n: s for spec, n, s in pairs if spec.kind is OutputKind.GRADIENT and n is not None and s is not None}
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        if node.op != "call_function" or source_of(node)[0] is not node:
+            new = self.graph.node_copy(node, self.copies.__getitem__)
+            new.meta = dict(node.meta)
+            new.meta["sharding"] = self.assignment.of(node)
+            return new
+        decided = self.assignment.nodes[node]
+        needs = iter(decided.inputs)
+
+        def bring(arg: Any) -> Any:
+            return self._reshard(arg, next(needs), node) if is_tensor_node(arg) else self.copies[arg]
+
+        args, kwargs = map_in_order(node, bring)
+        new = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
+        new.meta = dict(node.meta)
+        several = isinstance(node.meta["val"], (tuple, list))
+        new.meta["sharding"] = decided.outputs if several else decided.outputs[0]
+        new.meta["cuts"], new.meta["rule"] = decided.cuts, decided.rule
+        return new
+
+    def _reshard(self, value: fx.Node, target: Sharding, reader: fx.Node) -> fx.Node:
+        source = self.assignment.of(value)
+        if source == target:
+            return self.copies[value]
+        key = (value, target)
+        if key not in self.resharded:
+            mesh = self.plan.mesh
+            words = describe_sharding(source, mesh), describe_sharding(target, mesh)
+            new = self.graph.call_function(reshard, (self.copies[value], *words))
+            # A reduction belongs to the op that leaves its result unreduced, any other reshard to its reader.
+            owner = value if any(isinstance(p, Partial) for p in source) else reader
+            new.meta = {"val": value.meta["val"], "module": owner.meta["module"], "backward": reader.meta["backward"],
+                        "source": source, "sharding": target}  # fmt: skip
+            self.resharded[key] = new
+        return self.resharded[key]
+
+
+def map_in_order(node: fx.Node, change: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Rebuild a node's arguments, calling `change` on each node argument in the order of `tensor_inputs`."""
+    from torch.utils import _pytree as pytree
+
+    flat, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
+    args, kwargs = pytree.tree_unflatten([change(a) if isinstance(a, fx.Node) else a for a in flat], spec)
+    return args, kwargs

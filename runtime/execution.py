@@ -1,0 +1,178 @@
+"""One compiled program, bound to this rank's process groups, parameters and buffers, and run as one autograd node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar._compat import BoxedCodeGen
+from autopar.graph import GraphInput, InputKind
+from autopar.program import COLLECTIVE_KINDS, LocalProgram, collective_axis
+from autopar.runtime.parameters import Layout, wrap_gradient
+from autopar.runtime.roles import ForwardRoles, GradientRoles
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+"""A graph as a function of one list, which it empties, so that each value can be freed after its last use."""
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What compiling gives the runtime.
+
+    Attributes:
+        program: the rewritten program; its parameter and buffer paths are names in the model, its input paths are
+            those that `flatten` gives.
+        rebuild_output: makes the module's return value from the values of the forward graph's `OUTPUT`s, in order.
+    """
+
+    program: LocalProgram
+    rebuild_output: Callable[[Sequence[Any]], Any]
+
+
+def bind_graph(module: fx.GraphModule, device_mesh: DeviceMesh, axes: Sequence[str]) -> Boxed:
+    """Compile a graph to Python, with each collective's axis name replaced by the name of its process group."""
+    bound = fx.Graph()
+    bound.output(bound.graph_copy(module.graph, {}))
+    groups = {name: device_mesh.get_group(axis).group_name for axis, name in enumerate(axes)}
+    for node in bound.nodes:
+        if node.op == "call_function" and node.target in COLLECTIVE_KINDS:
+            node.args = (*node.args[:-1], groups[collective_axis(node)])
+    bound.set_codegen(BoxedCodeGen())
+    return fx.GraphModule(module, bound).forward
+
+
+class BoundStep:
+    """A compiled program that this rank can call."""
+
+    def __init__(
+        self,
+        compiled: CompiledStep,
+        layout: Layout,
+        parameters: Mapping[str, DTensor],
+        buffers: Mapping[str, Tensor],
+        trained_inputs: Sequence[str],
+    ) -> None:
+        self.compiled = compiled
+        program = compiled.program
+        axes, self._device_type = program.mesh.names, layout.device.type
+        self._position = dict(zip(axes, program.mesh.coordinate(layout.rank), strict=True))
+        self._parameters, self._buffers = parameters, buffers
+        self._forward = bind_graph(program.forward.module, layout.device_mesh, axes)
+        self._forward_inputs, self._roles = program.forward.inputs, ForwardRoles.of(program.forward)
+        self.trained: list[tuple[InputKind, str]] = []
+        self._backward: Boxed | None = None
+        if program.backward is not None:
+            self._backward = bind_graph(program.backward.module, layout.device_mesh, axes)
+            self._backward_inputs = program.backward.inputs
+            self._gradients = GradientRoles.of(program.backward, program.forward, parameters, program.mesh.num_ranks)
+            self._gradients.require(trained_inputs)
+            used = {id(parameters[s.path]): s.path for s in program.forward.inputs if s.kind is InputKind.PARAM}
+            self.trained += [(InputKind.PARAM, path) for path in used.values() if parameters[path].requires_grad]
+            self.trained += [(InputKind.INPUT, path) for path in trained_inputs]
+
+    def __call__(self, tensors: Mapping[str, Tensor], seed: int) -> Any:
+        """Run on this rank's tensors, by path; returns what the module returns."""
+        with torch.autocast(self._device_type, enabled=False):  # casts are in the graph
+            if self._backward is None:
+                with torch.no_grad():
+                    outputs, _ = self.run_forward(tensors, seed)
+            else:
+                leaves = [self._parameters[p] if k is InputKind.PARAM else tensors[p] for k, p in self.trained]
+                outputs = list(_Step.apply(self, tensors, seed, *leaves))  # type: ignore[no-untyped-call]
+        return self.compiled.rebuild_output(outputs)
+
+    def run_forward(self, tensors: Mapping[str, Tensor], seed: int) -> tuple[list[Any], list[Any]]:
+        """Outputs and saved values; updates the buffers that the module changes."""
+        roles = self._roles
+        values = [self._input(spec, tensors, seed) for spec in self._forward_inputs]
+        results = list(self._forward(values))
+        for index in roles.clones:
+            results[index] = results[index].clone()
+        for index, path in roles.mutations:
+            self._buffers[path].copy_(results[index])
+        return [results[i] for i in roles.outputs], [results[i] for i in roles.saved]
+
+    def _input(self, spec: GraphInput, tensors: Mapping[str, Tensor], seed: int) -> Any:
+        if spec.kind is InputKind.PARAM:
+            parameter = self._parameters[spec.path]
+            return parameter.to_local()
+        if spec.kind is InputKind.BUFFER:
+            return self._buffers[spec.path]
+        if spec.kind is InputKind.INPUT:
+            return tensors[spec.path].detach().contiguous()
+        if spec.kind is InputKind.RANK:
+            return self._position[spec.path]
+        assert spec.kind is InputKind.SEED, spec
+        return seed
+
+    def run_backward(self, saved: list[Any], tangents: Sequence[Tensor | None], seed: int) -> list[Any]:
+        """Gradients in the order of `trained`.  Empties `saved`, so that each value dies at its last use."""
+        assert self._backward is not None
+        by_path = dict(zip(self._roles.saved_paths, saved, strict=True))
+        saved.clear()
+        roles, values = self._gradients, []
+        for index, spec in enumerate(self._backward_inputs):
+            if spec.kind is InputKind.SAVED:
+                values.append(by_path[spec.path])
+            elif spec.kind is InputKind.TANGENT:
+                values.append(roles.tangent(index, tangents))
+            else:
+                values.append(self._input(spec, {}, seed))
+        by_path.clear()
+        results = self._backward(values)
+        gradients = []
+        for kind, path in self.trained:
+            position = roles.position(kind, path, self._parameters)
+            local = None if position is None else results[position]
+            if local is not None and position in roles.clones:
+                local = local.clone(memory_format=torch.contiguous_format)
+            gradients.append(self._wrap(local, kind, path))
+        return gradients
+
+    def _wrap(self, local: Tensor | None, kind: InputKind, path: str) -> Tensor | None:
+        if local is None or kind is InputKind.INPUT:
+            return local
+        parameter = self._parameters[path]
+        return wrap_gradient(local.contiguous(), parameter)
+
+    @property
+    def undifferentiable(self) -> list[int]:
+        """Positions of the outputs that no gradient flows into."""
+        return self._gradients.undifferentiable
+
+
+class _Step(torch.autograd.Function):
+    """The whole module as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: BoundStep, tensors: Mapping[str, Tensor], seed: int, *leaves: Tensor
+    ) -> tuple[Any, ...]:
+        outputs, saved = step.run_forward(tensors, seed)
+        ctx.step, ctx.seed = step, seed
+        # Autograd keeps the tensors, so that it notices one that is changed in place before backward.
+        ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
+        ctx.constants = [None if isinstance(value, Tensor) else value for value in saved]
+        ctx.is_tensor = [isinstance(value, Tensor) for value in saved]
+        ctx.mark_non_differentiable(*(outputs[i] for i in step.undifferentiable if isinstance(outputs[i], Tensor)))
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        remaining = iter(ctx.saved_tensors)
+        saved = [
+            next(remaining) if is_tensor else value
+            for is_tensor, value in zip(ctx.is_tensor, ctx.constants, strict=True)
+        ]
+        del remaining
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained, so that they can be freed while this runs
+        return (None, None, None, *ctx.step.run_backward(saved, tangents, ctx.seed))

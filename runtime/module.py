@@ -1,0 +1,359 @@
+"""`ParallelModule`: the user's model, its parameters `DTensor`s, its forward and backward compiled programs."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import BatchError, InputError, MeshError, PlanError, StaleModelError
+from autopar.graph import describe_value
+from autopar.mesh import Mesh
+from autopar.placement import Replicate, Sharding
+from autopar.plan import Plan
+from autopar.runtime.control import ControlGroup
+from autopar.runtime.execution import BoundStep, CompiledStep
+from autopar.runtime.parameters import Layout, ShardedParameters, full_to_placed, storage_shardings
+
+Compile = Callable[[tuple[Any, ...], dict[str, Any], bool, Plan], CompiledStep]
+"""`compile(args, kwargs, train, plan)`: the program for a call with this rank's example inputs.  Called on every rank;
+must not communicate."""
+
+Decide = Callable[[tuple[Any, ...], dict[str, Any]], Plan]
+"""`decide(args, kwargs)`: makes the plan from this rank's example inputs.  Called on rank 0 only."""
+
+Flatten = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Sequence[tuple[str, Tensor]], Hashable]]
+"""`flatten(args, kwargs)`: the tensors of a call with their paths, and a key that covers everything else in it."""
+
+MAX_SPECIALISATIONS = 8
+"""Programs kept for different input shapes and modes, before the one used least recently is dropped."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call, looked at on this rank."""
+
+    tensors: dict[str, Tensor]
+    key: Hashable
+    trains: bool
+    shapes: str
+    mode: str
+
+
+class ParallelModule(nn.Module):
+    """A model that runs on all ranks of a mesh as it would on one device.
+
+    Made by `autopar.parallelize`.  It shares the module tree of the model that it is made of: parameters keep their
+    names, tied ones stay tied, and `state_dict`, `get_submodule`, `train`, optimizers and `clip_grad_norm_` work on it
+    as on the model.  Parameters are `DTensor`s; buffers are plain tensors, equal on every rank.
+
+    Each rank calls it with its own rows of the batch, all with equal shapes.  Every rank must make the same calls
+    in the same order; a call that differs (another shape, another mode, an error on one rank) raises on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device_mesh: DeviceMesh,
+        plan: Plan | None = None,
+        *,
+        compile: Compile,  # noqa: A002 (the word for what it does)
+        flatten: Flatten,
+        decide: Decide | None = None,
+        max_specialisations: int = MAX_SPECIALISATIONS,
+    ) -> None:
+        """Shard the parameters of `model` in place.
+
+        Args:
+            model: the whole model, on every rank.  If values differ between ranks, rank 0's win.
+            device_mesh: a mesh of all ranks of the job.
+            plan: what was decided; without one, parameters become replicated DTensors now and `decide` is asked
+                when the first call shows the shapes.
+            compile, decide, flatten: the stages above the runtime, given by the facade.
+            max_specialisations: how many programs to keep.
+
+        Raises:
+            MeshError: if the mesh does not hold all ranks in ascending order, or the plan's mesh has another number of ranks.
+        """
+        super().__init__()
+        if plan is None and decide is None:
+            raise InputError("give a plan, or `decide` to make one at the first call")
+        state = self.__dict__
+        state["_model"] = model  # not a submodule: the tree below is the model's own
+        state["_parameters"], state["_buffers"], state["_modules"] = model._parameters, model._buffers, model._modules
+        self.training = model.training
+        self._compile_step, self._decide, self._flatten = compile, decide, flatten
+        self._max_specialisations = max_specialisations
+        self._user_mesh, self._control = device_mesh, ControlGroup()
+        _check_covers(device_mesh)
+        self._plan = plan
+        self._layout = self._layout_for(plan.mesh if plan else None)
+        self._sharded = ShardedParameters(
+            model,
+            self._control,
+            self._layout,
+            storage_shardings(plan.storage) if plan else _Everywhere(self._layout.mesh),
+        )
+        self._steps: OrderedDict[Hashable, tuple[int, BoundStep]] = OrderedDict()
+        self._num_compiled = self._num_forwards = 0
+        self._base_seed = self._control.gather(torch.initial_seed())[0] % 2**40
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided.
+
+        Raises:
+            PlanError: before the first call of a module that was made without a plan or example inputs.
+        """
+        if self._plan is None:
+            raise PlanError("not planned yet: planning waits for the first call; pass example_inputs to plan at once")
+        return self._plan
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that parameters lie on: the user's, or a factoring or flattening of it."""
+        return self._layout.device_mesh
+
+    @property
+    def compiled_steps(self) -> tuple[CompiledStep, ...]:
+        """The programs held now, the one used last at the end."""
+        return tuple(step.compiled for _, step in self._steps.values())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on this rank's rows of the batch; returns what the model returns.
+
+        Raises:
+            BatchError: on every rank, if the ranks' inputs have different shapes.
+            StaleModelError: if the model changed after planning, or ranks are in different modes.
+            InputError: if a tensor is on another device than the mesh.
+        """
+        call = self._agree_on_call(args, kwargs)
+        if call.key not in self._steps:
+            self._specialise(call, args, kwargs)
+        self._steps.move_to_end(call.key)
+        _, step = self._steps[call.key]
+        seed = self._base_seed + self._num_forwards
+        self._num_forwards += 1
+        return step(call.tensors, seed)
+
+    def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """Look at the call, and make sure before any collective that every rank makes the same one."""
+        error: Exception | None = None
+        shapes = mode = ""
+        try:
+            call = self._inspect(args, kwargs)
+            known = self._steps.get(call.key)
+            shapes, mode = call.shapes, f"{call.mode}, {'not compiled' if known is None else f'program {known[0]}'}"
+        except Exception as caught:  # noqa: BLE001 (raised below, once the other ranks know)
+            error = caught
+        if not self._control.all_agree(_digest(f"{shapes}|{mode}|{error!r}")):
+            self._control.on_every_rank("checking its call", lambda: _reraise(error))
+            self._explain_difference(shapes, mode)
+        if error is not None:
+            raise error
+        return call
+
+    def _inspect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        self._sharded.check()
+        tensors, constants = self._flatten(args, kwargs)
+        for path, tensor in tensors:
+            if tensor.device.type != self._layout.device.type:
+                raise InputError(
+                    f"input {path!r} is on {tensor.device}, but the mesh is of {self._layout.device.type} devices: "
+                    f"move it there first, for instance with .to({str(self._layout.device)!r})"
+                )
+            if isinstance(tensor, DTensor):
+                raise InputError(f"input {path!r} is a DTensor: pass this rank's rows as a plain tensor (.to_local())")
+        grad = torch.is_grad_enabled()
+        inputs = tuple((path, tuple(t.shape), t.dtype, grad and t.requires_grad) for path, t in tensors)
+        modes = bytes(module.training for module in self._model.modules())
+        device = self._layout.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        trains = grad and (self._sharded.any_trained or any(wanted for _, _, _, wanted in inputs))
+        mode = f"training={self.training}, gradients={trains}, autocast={cast}"
+        shapes = ", ".join(f"{path} {describe_value(tensor)}" for path, tensor in tensors) or "no tensors"
+        return _Call(dict(tensors), (inputs, constants, modes, trains, cast), trains, shapes, mode)
+
+    def _explain_difference(self, shapes: str, mode: str) -> None:
+        """Raise on every rank, saying which ranks differ in what; called on all of them."""
+        all_shapes, all_modes = zip(*self._control.gather((shapes, mode)), strict=True)
+        if len(set(all_shapes)) > 1:
+            raise BatchError(
+                f"the ranks pass inputs of different shapes ({_each_rank(all_shapes)}): every rank must pass "
+                "equally many rows; drop or pad the last incomplete batch (DataLoader: drop_last=True)"
+            )
+        raise StaleModelError(
+            f"the ranks call the module in different modes ({_each_rank(all_modes)}): train(), eval(), no_grad(), "
+            "autocast and non-tensor arguments must be the same on every rank"
+        )
+
+    def _specialise(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile for a new kind of call; plan first if that has waited."""
+        control, plan = self._control, self._plan
+        if plan is None:
+            decide = self._decide
+            assert decide is not None
+            plan = control.on_first_rank("planning", lambda: decide(args, kwargs))
+        final_plan = plan
+        compiled = control.on_every_rank("compiling", lambda: self._compile_step(args, kwargs, call.trains, final_plan))
+        fingerprints = control.gather(compiled.program.fingerprint())
+        if len(set(fingerprints)) > 1:
+            raise StaleModelError(
+                f"the ranks compiled different programs ({_each_rank(fingerprints)}): the model, its constants or "
+                "non-tensor arguments differ between ranks; make them equal"
+            )
+        if self._plan is None:
+            self._adopt(plan)
+        trained_inputs = [path for path, tensor in call.tensors.items() if call.trains and tensor.requires_grad]
+        step = BoundStep(compiled, self._layout, self._sharded.by_name, _Buffers(self._model), trained_inputs)
+        self._steps[call.key] = (self._num_compiled, step)
+        self._num_compiled += 1
+        if len(self._steps) > self._max_specialisations:
+            self._steps.popitem(last=False)
+            warnings.warn(
+                f"compiled program number {self._num_compiled}, for {call.shapes}: only {self._max_specialisations} "
+                "are kept, the one used least recently was dropped and will be compiled again; pad inputs to few "
+                "shapes",
+                stacklevel=4,
+            )
+
+    def _adopt(self, plan: Plan) -> None:
+        self._layout = self._layout_for(plan.mesh)
+        self._sharded.move(self._layout, storage_shardings(plan.storage))
+        self._plan = plan
+
+    def _layout_for(self, mesh: Mesh | None) -> Layout:
+        """The live mesh with the axes of `mesh` over all ranks; one axis of them if `mesh` is not known yet."""
+        user = self._user_mesh
+        order = user.mesh.flatten()
+        mesh = mesh or Mesh(("ranks",), (order.numel(),))
+        if mesh.num_ranks != order.numel():
+            raise MeshError(f"the plan is for {mesh.num_ranks} ranks ({mesh}), the device mesh has {order.numel()}")
+        if tuple(user.shape) == mesh.sizes and user.mesh_dim_names == mesh.names:
+            device_mesh = user
+        else:
+            device_mesh = DeviceMesh(user.device_type, order.reshape(mesh.sizes), mesh_dim_names=mesh.names)
+        device = torch.device(user.device_type)
+        if device.type != "cpu":
+            device = torch.device(device.type, torch.get_device_module(device.type).current_device())
+        return Layout(mesh, device_mesh, user.get_rank(), device)
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """Set training mode, as `nn.Module.train` does."""
+        self.training = mode
+        self._model.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's state by its original names: `DTensor` parameters, plain buffers."""
+        return self._model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load values in place.
+
+        Whole plain tensors, as in a single-device checkpoint, are cut to this rank's parts; every rank must give
+        the same.
+
+        Raises:
+            InputError: for `assign=True`, which would replace the sharded parameters.
+        """
+        if assign:
+            raise InputError(
+                "load_state_dict(assign=True) would replace the sharded parameters: load with assign=False"
+            )
+        parameters, shardings = self._sharded.by_name, self._sharded.shardings
+        placed = dict(state_dict)
+        for name, value in state_dict.items():
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and name in parameters:
+                parameter = parameters[name]
+                if value.shape == parameter.shape:  # otherwise PyTorch's own message says what is wrong
+                    placed[name] = full_to_placed(value.detach(), parameter, shardings[name], self._layout)
+        return self._model.load_state_dict(placed, strict=strict)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the model (`config`, methods) are reachable here too."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_model")
+            if model is None or name.startswith("__"):
+                raise
+            return getattr(model, name)
+
+
+class _Everywhere(Mapping[str, Sharding]):
+    """Every parameter whole on every rank, whatever its name."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._sharding = (Replicate(),) * mesh.num_axes
+
+    def __getitem__(self, name: str) -> Sharding:
+        return self._sharding
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+class _Buffers(Mapping[str, Tensor]):
+    """The model's buffers by name, looked up in their module each time: a user may assign a new one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners = {
+            f"{prefix}.{attribute}" if prefix else attribute: (module, attribute)
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for attribute in module._buffers
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        module, attribute = self._owners[name]
+        buffer = module._buffers[attribute]
+        if buffer is None:
+            raise StaleModelError(f"buffer {name!r} was removed after planning")
+        return cast(Tensor, buffer)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+
+def _check_covers(device_mesh: DeviceMesh) -> None:
+    world, ranks = torch.distributed.get_world_size(), device_mesh.mesh.flatten().tolist()
+    if sorted(ranks) != list(range(world)):
+        raise MeshError(
+            f"the device mesh has ranks {ranks}, but the job has {world}: give a mesh of all ranks, for instance "
+            f'init_device_mesh("{device_mesh.device_type}", ({world},))'
+        )
+    if ranks != list(range(world)):  # a process group orders its ranks by number, whatever the mesh says
+        raise MeshError(
+            f"the device mesh has its ranks in the order {ranks}: they must ascend in row-major order, as "
+            "init_device_mesh makes them; give the axes in another order instead of transposing the mesh"
+        )
+
+
+def _each_rank(texts: Sequence[str]) -> str:
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+def _reraise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

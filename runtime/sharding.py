@@ -1,0 +1,215 @@
+"""Cutting a whole tensor into the ranks' parts, and putting the parts together again.
+
+A placement with a split reads its dim *globally* as (split, n, rest) and cuts the middle.  When several mesh axes
+cut one dim, the axis with the smaller split holds the more major factor and is applied first; axes with equal
+splits cut the same factor and nest in mesh order, the outer axis first.  A cut made after more major ones sees a dim
+whose outer factor is already smaller, so its split shrinks by the sizes of those axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.errors import PlanError, VerificationError
+from autopar.mesh import Mesh
+from autopar.placement import (
+    Partial,
+    Placement,
+    Replicate,
+    Sharding,
+    describe_sharding,
+    is_sharded,
+    shard,
+    shard_dim,
+    shard_split,
+)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One step of cutting: along mesh axis number `axis`, read tensor dim `dim` as (split, rest) and chunk the rest."""
+
+    axis: int
+    dim: int
+    split: int
+
+
+def cuts(sharding: Sharding, mesh: Mesh) -> list[Cut]:
+    """The cuts that lead from the whole tensor to one rank's part, in the order in which they apply.
+
+    Raises:
+        PlanError: if two axes cut the same dim in a way that has no order: the split of the inner one is not a
+            multiple of the number of parts that the outer ones make.
+    """
+    wanted = [(shard_dim(p), shard_split(p), axis) for axis, p in enumerate(sharding) if is_sharded(p)]
+    out = []
+    for dim, split, axis in sorted(wanted):
+        outer = math.prod(mesh.sizes[a] for d, s, a in wanted if d == dim and s < split)
+        if split % outer:
+            raise PlanError(
+                f"sharding {describe_sharding(sharding, mesh)} on mesh {mesh}: the split {split} of axis "
+                f"{mesh.names[axis]!r} on dim {dim} must be a multiple of {outer}, the number of parts that the axes "
+                "with a smaller split make of that dim; cut another dim or another factor"
+            )
+        out.append(Cut(axis, dim, split // outer))
+    return out
+
+
+def device_placements(sharding: Sharding, mesh: Mesh) -> tuple[Placement, ...]:
+    """The same layout as PyTorch's `DTensor` spells it.
+
+    DTensor applies placements from left to right, so a split counts what is left of the outer factor after the axes
+    before it in the mesh, not the whole factor.
+
+    Raises:
+        PlanError: if DTensor cannot read the layout back (`full_tensor` fails or gives wrong values, as of torch
+            2.13): a dim cut by several axes can have one split only, and if the axis with the split is not the last
+            of them, the split must equal the number of parts that the later ones make.
+    """
+    local_splits = {cut.axis: cut.split for cut in cuts(sharding, mesh)}
+    out = list(sharding)
+    for axis, placement in enumerate(sharding):
+        if not is_sharded(placement):
+            continue
+        dim = shard_dim(placement)
+        same_dim = [a for a in local_splits if shard_dim(sharding[a]) == dim]
+        outer = math.prod(
+            mesh.sizes[a] for a in same_dim if a < axis and shard_split(sharding[a]) < shard_split(placement)
+        )
+        out[axis] = shard(dim, shard_split(placement) // outer)
+        later = math.prod(mesh.sizes[a] for a in same_dim if a > axis)
+        splits = [a for a in same_dim if a <= axis and shard_split(out[a]) > 1]
+        if len(splits) > 1 or (splits and axis != max(same_dim) and shard_split(out[axis]) not in (1, later)):
+            raise PlanError(
+                f"PyTorch's DTensor cannot hold a tensor that lies as {describe_sharding(sharding, mesh)} on mesh {mesh}: "
+                f"several axes cut dim {dim} and their splits do not nest; store it with another dim cut, or whole "
+                f"along axis {mesh.names[axis]!r}"
+            )
+    return tuple(out)
+
+
+def shard_tensor(full: Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> Tensor:
+    """The part of `full` that `rank` holds: a view where possible.
+
+    A dim that does not divide is cut as `torch.chunk` does, so the last ranks get less or nothing.  Of a `Partial`
+    sum the first rank of the axis gets the value and the others zeros.
+    """
+    coordinate = mesh.coordinate(rank)
+    local = full
+    for cut in cuts(sharding, mesh):
+        local = _piece(local, cut, mesh.sizes[cut.axis], coordinate[cut.axis])
+    for axis, placement in enumerate(sharding):
+        if isinstance(placement, Partial) and placement.reduce_op == "sum" and coordinate[axis] > 0:
+            local = torch.zeros_like(local)
+    return local
+
+
+def unshard(locals_: Sequence[Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> Tensor:
+    """Put the parts of all ranks (in rank order) together to the whole tensor of `shape`; inverse of `shard_tensor`.
+
+    Raises:
+        VerificationError: if the parts do not make up `shape`, or ranks that should hold equal copies do not
+            (beyond the rounding of the dtype).
+    """
+    if len(locals_) != mesh.num_ranks:
+        raise VerificationError(f"mesh {mesh} has {mesh.num_ranks} ranks, but {len(locals_)} parts were given")
+    parts = {mesh.coordinate(rank): local for rank, local in enumerate(locals_)}
+    for axis, placement in enumerate(sharding):
+        if isinstance(placement, (Partial, Replicate)):
+            parts = {at: _combine(group, placement, mesh.names[axis]) for at, group in _groups(parts, axis).items()}
+    for cut in reversed(cuts(sharding, mesh)):
+        parts = {at: _join(group, cut) for at, group in _groups(parts, cut.axis).items()}
+    (whole,) = parts.values()
+    if tuple(whole.shape) != tuple(shape):
+        raise VerificationError(
+            f"the parts of a tensor that lies as {describe_sharding(sharding, mesh)} on mesh {mesh} join to shape "
+            f"{list(whole.shape)}, expected {list(shape)}"
+        )
+    return whole
+
+
+def _piece(tensor: Tensor, cut: Cut, num_parts: int, position: int) -> Tensor:
+    size = tensor.shape[cut.dim]
+    if size % cut.split:
+        raise PlanError(
+            f"dim {cut.dim} of {list(tensor.shape)} cannot be read as ({cut.split}, …): {size} does not divide"
+        )
+    inner = size // cut.split
+    chunk = -(-inner // num_parts)
+    start = min(position * chunk, inner)
+    length = min(chunk, inner - start)
+    if cut.split == 1:
+        return tensor.narrow(cut.dim, start, length)
+    return _read_as_two(tensor, cut).narrow(cut.dim + 1, start, length).flatten(cut.dim, cut.dim + 1)
+
+
+def _join(pieces: list[Tensor], cut: Cut) -> Tensor:
+    if cut.split == 1:
+        return torch.cat(pieces, cut.dim)
+    return torch.cat([_read_as_two(piece, cut) for piece in pieces], cut.dim + 1).flatten(cut.dim, cut.dim + 1)
+
+
+def _read_as_two(tensor: Tensor, cut: Cut) -> Tensor:
+    """The tensor with its dim read as (split, rest)."""
+    shape = tensor.shape
+    return tensor.reshape(*shape[: cut.dim], cut.split, shape[cut.dim] // cut.split, *shape[cut.dim + 1 :])
+
+
+def _groups(parts: dict[tuple[int, ...], Tensor], axis: int) -> dict[tuple[int, ...], list[Tensor]]:
+    """Parts that differ only in their position along `axis`, in order; keyed by the position with that axis at 0."""
+    groups: dict[tuple[int, ...], list[Tensor]] = {}
+    for coordinate in sorted(parts):
+        groups.setdefault((*coordinate[:axis], 0, *coordinate[axis + 1 :]), []).append(parts[coordinate])
+    return groups
+
+
+def _combine(copies: list[Tensor], placement: Placement, axis: str) -> Tensor:
+    if isinstance(placement, Partial):
+        return reduce_tensors(copies, placement.reduce_op)
+    for position, copy in enumerate(copies[1:], start=1):
+        if not _same(copies[0], copy):
+            raise VerificationError(
+                f"ranks at positions 0 and {position} of axis {axis!r} should hold equal copies but do not: "
+                f"shapes {list(copies[0].shape)} and {list(copy.shape)}{_difference(copies[0], copy)}; "
+                "a reduction over this axis is missing or a rank computed something else"
+            )
+    return copies[0]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_floating_point() or a.is_complex()) or a.numel() == 0:
+        return torch.equal(a, b)
+    scale = a.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    # Copies come from the same operations on equal inputs; only the order of a sum may differ.
+    return torch.allclose(a, b, rtol=0.0, atol=1000 * torch.finfo(a.dtype).eps * scale, equal_nan=True)
+
+
+def _difference(a: Tensor, b: Tensor) -> str:
+    if a.shape != b.shape or a.dtype is torch.bool:
+        return ""
+    return f", largest difference {(a - b).abs().max().item():.3g}"
+
+
+def reduce_tensors(tensors: Sequence[Tensor], op: str) -> Tensor:
+    """Reduce equal-shaped tensors with the reduction named `op` of a collective: `sum`, `avg`, `max`, `min`, `product`.
+
+    Returns a new tensor, reduced in order.
+    """
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        if op in ("sum", "avg"):
+            total += tensor
+        elif op in ("max", "min"):
+            total = torch.maximum(total, tensor) if op == "max" else torch.minimum(total, tensor)
+        elif op == "product":
+            total *= tensor
+        else:
+            raise VerificationError(f"unknown reduction {op!r}")
+    return total / len(tensors) if op == "avg" else total

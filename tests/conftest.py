@@ -1,0 +1,24 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def gloo2() -> Iterator[RankPool]:
+    """Two gloo ranks."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def gloo4() -> Iterator[RankPool]:
+    """Four gloo ranks."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()

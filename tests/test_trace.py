@@ -1,0 +1,686 @@
+"""Tracing: graphs equal eager on other weights and data, nodes know their owners, errors say where and what."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from joint_eager import Call, assert_equals_eager, check_against_eager, run_joint, tangents_of
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar.errors import InputError, TraceError
+from autopar.graph import InputKind, JointGraph, OutputKind
+from autopar.normalise import normalise
+from autopar.trace import find_batch_dims, flatten_inputs, trace
+
+F64 = torch.float64
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def tokens(*shape: int, high: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- models ----
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, width = x.shape
+        q, k, v = (t.view(batch, seq, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, seq, width))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class TinyLM(nn.Module):
+    """Tied embedding, two blocks, a loss that ignores some targets."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block(8, 2) for _ in range(2))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.reentrant = reentrant
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3), "logits": logits}
+
+
+class Scale(torch.autograd.Function):
+    """Doubles, but says that its gradient is three."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * grad + 0 * x
+
+
+class WithFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scale.apply(self.inner(x)).tanh()
+
+
+class Shared(nn.Module):
+    """One module under two names, and called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+class Running(nn.Module):
+    """Buffers that change: in place, by assignment, and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("calls", torch.tensor(0))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.scale + self.mean
+        self.total.add_(y.detach().sum(0))
+        self.mean = 0.9 * self.mean + 0.1 * y.mean(0).detach()
+        self.calls += 1
+        return y
+
+
+class Outputs(nn.Module):
+    """Returns what `pick` makes of two tensors."""
+
+    def __init__(self, pick: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.pick = pick
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pick(self.linear(x), self.frozen(x))
+
+
+def lm_call(seed: int) -> Call:
+    return (tokens(2, 5, high=11, seed=seed),), {"labels": tokens(2, 5, high=11, seed=seed + 10)}
+
+
+def row_call(seed: int) -> Call:
+    return (random(6, 4, seed=seed),), {}
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Call]]] = {
+    "mlp": (mlp, row_call),
+    "tied_lm": (TinyLM, lm_call),
+    "batch_norm": (batch_norm, row_call),
+    "checkpoint": (lambda: TinyLM(reentrant=False), lm_call),
+    "reentrant_checkpoint": (lambda: TinyLM(reentrant=True), lm_call),
+    "autograd_function": (WithFunction, row_call),
+    "shared_module": (Shared, row_call),
+    "buffers": (Running, row_call),
+    "dict_of_outputs": (lambda: Outputs(lambda a, b: {"loss": a.square().mean(), "aux": {"b": b, "a": a}}), row_call),
+    "tuple_of_outputs": (lambda: Outputs(lambda a, b: (a, [b, a.sum(0)], None, 3)), row_call),
+    "aliased_outputs": (lambda: Outputs(lambda a, b: (a, a, a[:2], a.t(), b)), row_call),
+    "two_losses": (lambda: Outputs(lambda a, b: (a.sum(), (a * b).mean(), a)), row_call),
+}
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["traced", "normalised"])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_eager_on_other_weights_and_data(name: str, normalised: bool) -> None:
+    build, call = MODELS[name]
+    torch.manual_seed(0)
+    joint = check_against_eager(build().double(), call(0), call(1), normalised=normalised)
+    assert joint.trains
+    for node in joint.module.graph.nodes:
+        assert isinstance(node.meta["module"], str)
+        assert isinstance(node.meta["backward"], bool)
+        assert "val" in node.meta or node.op == "output"
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["traced", "normalised"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_hugging_face_model_equals_eager(architecture: str, normalised: bool) -> None:
+    """With the default config, whose cache is an object that cannot be flattened."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model: nn.Module
+    if architecture == "gpt2":
+        model = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=17, n_embd=8, n_layer=2, n_head=2, n_positions=8, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0
+            )
+        )
+    else:
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=17, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, max_position_embeddings=8,
+            )
+        )  # fmt: skip
+    model.train().double()
+    joint = trace(model, (), hf_call(0)[1])
+    if normalised:
+        normalise(joint)
+    assert joint.output_tree.paths[:2] == ("loss", "logits")
+    assert [spec.path for spec in joint.inputs if spec.kind is InputKind.TANGENT] == ["loss"]
+    rebuilt = joint.output_tree.rebuild([torch.zeros(()), torch.ones(2)])
+    assert torch.equal(rebuilt.loss, torch.zeros(()))
+    # Hugging Face computes the loss in float32, so nothing after it is more exact than that.
+    assert_equals_eager(joint, model, hf_call(1), tolerance=1e-6)
+    assert len(joint.output_tree.dropped) == 1
+
+
+def hf_call(seed: int) -> Call:
+    ids = tokens(2, 6, high=17, seed=seed)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return (), {"input_ids": ids, "labels": labels}
+
+
+# ---- what goes in and out ----
+
+
+def test_inputs_and_outputs_are_named_by_the_user_s_names() -> None:
+    joint = trace(TinyLM(), *lm_call(0))
+    params = [spec.path for spec in joint.inputs if spec.kind is InputKind.PARAM]
+    assert params == [name for name, _ in TinyLM().named_parameters()]
+    assert [spec.path for spec in joint.inputs if spec.kind is InputKind.INPUT] == ["0", "labels"]
+    assert joint.tied == {"head.weight": "embed.weight"}
+    assert [spec.path for spec in joint.outputs if spec.kind is OutputKind.OUTPUT] == ["loss", "logits"]
+    assert [spec.path for spec in joint.outputs if spec.kind is OutputKind.GRADIENT] == params
+    assert joint.placeholders[0].name == "param_embed_weight"
+
+
+def test_only_the_loss_gets_a_tangent_where_there_is_one() -> None:
+    with_loss = trace(Outputs(lambda a, b: {"loss": a.mean(), "a": a, "b": b}), (torch.ones(2, 4),), {})
+    without = trace(Outputs(lambda a, b: {"a": a, "b": b}), (torch.ones(2, 4),), {})
+    assert [spec.path for spec in with_loss.inputs if spec.kind is InputKind.TANGENT] == ["loss"]
+    assert [spec.path for spec in without.inputs if spec.kind is InputKind.TANGENT] == ["a"]
+
+
+def test_gradients_that_do_not_exist_are_none() -> None:
+    joint = trace(Outputs(lambda a, b: a + b), (torch.ones(2, 4),), {})
+    values = dict(zip(joint.outputs, joint.output_values, strict=True))
+    gradients = {spec.path: node for spec, node in values.items() if spec.kind is OutputKind.GRADIENT}
+    assert sorted(gradients) == ["linear.bias", "linear.weight", "unused"]
+    assert gradients["unused"] is None
+    assert gradients["linear.weight"] is not None
+
+
+def test_output_tree_rebuilds_what_the_module_returns() -> None:
+    joint = trace(Outputs(lambda a, b: (a, {"x": [b, "text"], "n": 3}, None)), (torch.ones(2, 4),), {})
+    assert joint.output_tree.paths == ("0", "1.x.0")
+    first, second = torch.zeros(1), torch.ones(1)
+    assert joint.output_tree.rebuild([first, second]) == (first, {"x": [second, "text"], "n": 3}, None)
+    with pytest.raises(InputError, match="returns 2 tensors, 1 were given"):
+        joint.output_tree.rebuild([first])
+
+
+def test_a_bare_tensor_has_the_empty_path() -> None:
+    joint = trace(mlp(), (torch.ones(2, 4),), {})
+    assert joint.output_tree.paths == ("",)
+    tensor = torch.ones(1)
+    assert joint.output_tree.rebuild([tensor]) is tensor
+
+
+class Opaque:
+    """An object that PyTorch cannot look into."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_an_opaque_output_is_dropped() -> None:
+    joint = trace(Outputs(lambda a, b: {"loss": a.sum(), "cache": Opaque(b)}), (torch.ones(2, 4),), {})
+    assert joint.output_tree.dropped == ("cache",)
+    assert joint.output_tree.rebuild([torch.ones(())])["cache"] is None
+
+
+def test_a_module_that_returns_no_tensor_is_refused() -> None:
+    with pytest.raises(InputError, match=r"returns no tensor \(the return value is an object that PyTorch cannot look"):
+        trace(Outputs(lambda a, _b: Opaque(a)), (torch.ones(2, 4),), {})
+    with pytest.raises(InputError, match="returns no tensor$"):
+        trace(Outputs(lambda _a, _b: None), (torch.ones(2, 4),), {})
+
+
+def test_forward_only_graphs() -> None:
+    frozen = mlp().requires_grad_(False)
+    for joint in (trace(mlp(), *call_f32(), train=False), trace(frozen, *call_f32())):
+        assert not joint.trains
+        assert {spec.kind for spec in joint.inputs} == {InputKind.PARAM, InputKind.INPUT}
+        assert [spec.kind for spec in joint.outputs] == [OutputKind.OUTPUT]
+        assert not any(node.meta["backward"] for node in joint.module.graph.nodes)
+
+
+def call_f32() -> Call:
+    return (torch.ones(2, 4),), {}
+
+
+def test_eval_mode_is_respected() -> None:
+    model = batch_norm().double().eval()
+    joint = trace(model, *row_call(0), train=False)
+    assert not [spec for spec in joint.outputs if spec.kind is OutputKind.MUTATION]
+    assert_equals_eager(joint, model, row_call(1))
+    trained = trace(model.train(), *row_call(0), train=False)
+    mutated = {spec.path for spec in trained.outputs if spec.kind is OutputKind.MUTATION}
+    assert mutated == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+
+
+def test_constants_are_baked_in_and_change_the_key() -> None:
+    class Power(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, dtype=F64))
+
+        def forward(self, x: Tensor, power: int, *, negate: bool) -> Tensor:
+            y = (x * self.weight) ** power
+            return -y if negate else y
+
+    x = random(2, 4)
+    joint = trace(Power(), (x, 3), {"negate": True})
+    (output, *_) = run_joint(joint, Power(), ((x, 3), {"negate": True}), tangents_of(joint)).values()
+    assert torch.equal(output, -(x**3))
+    keys = {
+        flatten_inputs(args, kwargs)[1]
+        for args, kwargs in [
+            ((x, 3), {"negate": True}),
+            ((x.sum(), 3), {"negate": True}),  # the same: shapes do not count
+            ((x, 2), {"negate": True}),
+            ((x, 3.0), {"negate": True}),
+            ((x, 3), {"negate": False}),
+            ((x, x), {"negate": True}),
+            (([x], 3), {"negate": True}),
+        ]
+    }
+    assert len(keys) == 6
+
+
+def test_flatten_inputs_follows_the_graph() -> None:
+    batch = {"ids": torch.zeros(2), "extra": [torch.ones(3), 7]}
+    flat, _ = flatten_inputs((batch,), {"mask": torch.ones(2)})
+    assert [path for path, _ in flat] == ["0.ids", "0.extra.0", "mask"]
+    assert flat[2][1] is not None
+
+
+def test_two_inputs_of_one_path_are_refused() -> None:
+    with pytest.raises(InputError, match=r"both called 0\.a\.b: rename"):
+        flatten_inputs(({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}},), {})
+
+
+def test_an_input_that_hides_tensors_is_refused() -> None:
+    with pytest.raises(InputError, match="input 1 is a Opaque that holds tensors"):
+        trace(mlp(), (torch.ones(2, 4), Opaque(torch.ones(1))), {})
+
+
+def test_an_input_that_requires_grad_is_refused() -> None:
+    with pytest.raises(InputError, match="input 0 requires grad, but only parameters get gradients"):
+        trace(mlp(), (torch.ones(2, 4, requires_grad=True),), {})
+
+
+def test_the_same_tensor_may_be_passed_twice() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a * self.weight - b
+
+    x = random(2, 4)
+    joint = trace(Two().double(), (x, x), {})
+    assert [spec.path for spec in joint.inputs if spec.kind is InputKind.INPUT] == ["0", "1"]
+    assert_equals_eager(joint, Two().double(), ((random(2, 4, seed=1), random(2, 4, seed=2)), {}))
+
+
+# ---- batch ----
+
+
+def test_batch_dims_by_default() -> None:
+    args = (torch.ones(()), torch.ones(4, 3))
+    kwargs = {"mask": torch.ones(4), "positions": torch.ones(3, 4), "scale": 2.0}
+    assert find_batch_dims(args, kwargs) == {"1": 0, "mask": 0}
+    assert find_batch_dims(args, kwargs, {"positions": -1, "mask": None}) == {"1": 0, "positions": 1}
+    assert find_batch_dims((), {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"x": 0}, r"batch_dims names 'x', which is no input tensor; the inputs are 0 \[4, 3\], mask \[4\]"),
+        ({"mask": 1}, r"batch_dims\['mask'\] is 1, but mask has shape \[4\]: give a dim of it, or None"),
+        ({"mask": "first"}, r"batch_dims\['mask'\] is 'first'"),
+        ({"mask": True}, r"batch_dims\['mask'\] is True"),
+    ],
+)
+def test_wrong_batch_dims(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        find_batch_dims((torch.ones(4, 3),), {"mask": torch.ones(4)}, overrides)
+
+
+def test_the_graph_is_for_the_batch_of_all_ranks() -> None:
+    joint = trace(TinyLM(), *lm_call(0), num_ranks=3)
+    assert joint.batch_dims == {"0": 0, "labels": 0}
+    shapes = {spec.path: node.meta["val"].shape for spec, node in zip(joint.inputs, joint.placeholders, strict=True)}
+    assert tuple(shapes["0"]) == (6, 5)
+    logits = joint.output_values[1]
+    assert logits is not None
+    assert tuple(logits.meta["val"].shape) == (6, 5, 11)
+    replicated = trace(mlp(), (torch.ones(2, 4),), {}, num_ranks=3, batch_dims={"0": None})
+    assert tuple(replicated.output_values[0].meta["val"].shape) == (2, 3)  # type: ignore[union-attr]
+
+
+def test_the_global_graph_equals_eager_on_the_global_batch() -> None:
+    model = TinyLM().double()
+    joint = normalise(trace(model, *lm_call(0), num_ranks=2))
+    whole = ((tokens(4, 5, high=11, seed=5),), {"labels": tokens(4, 5, high=11, seed=6)})
+    assert_equals_eager(joint, model, whole)
+
+
+def test_meta_parameters_trace_to_the_same_graph() -> None:
+    with torch.device("meta"):
+        meta = TinyLM()
+    args = (torch.zeros(2, 5, dtype=torch.long, device="meta"),)
+    joint = trace(meta, args, {"labels": args[0]}, device="cpu")
+    assert joint.fingerprint() == trace(TinyLM(), *lm_call(0), device="cpu").fingerprint()
+    assert all(p.is_meta for p in meta.parameters())
+
+
+# ---- owners ----
+
+
+def test_nodes_belong_to_the_module_that_they_come_from() -> None:
+    graph = normalise(trace(TinyLM(), *lm_call(0))).module.graph
+    owners = {node.meta["module"] for node in graph.nodes}
+    assert {"embed", "head", "blocks.0.qkv", "blocks.1.down", "blocks.1"} <= owners
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default):
+        weight = node.all_input_nodes[0].name  # the bias, which the module owns
+        assert weight == f"param_{node.meta['module'].replace('.', '_')}_bias"
+        assert not node.meta["backward"]
+
+
+def test_backward_nodes_belong_to_the_layer_of_their_forward() -> None:
+    joint = trace(TinyLM(), *lm_call(0))
+    values = {
+        spec.path: v
+        for spec, v in zip(joint.outputs, joint.output_values, strict=True)
+        if spec.kind.value == "gradient"
+    }
+    for path, node in values.items():
+        assert node is not None
+        assert node.meta["backward"]
+        if path != "embed.weight":
+            assert node.meta["module"] == path.rpartition(".")[0]
+    # The sum of the two gradients of the tied weight is the weight's.
+    assert values["embed.weight"].target is torch.ops.aten.add.Tensor  # type: ignore[union-attr]
+    assert values["embed.weight"].meta["module"] == "embed"  # type: ignore[union-attr]
+    # Inside block 1, from its first backward node to its last, nothing belongs to block 0; residual sums included.
+    backward = [node for node in joint.module.graph.nodes if node.meta["backward"] and node.op == "call_function"]
+    layers = [node.meta["module"].split(".")[1] for node in backward if node.meta["module"].startswith("blocks.")]
+    assert layers == sorted(layers, reverse=True)
+    sums = [n for n in backward if n.target is torch.ops.aten.add.Tensor and tuple(n.meta["val"].shape) == (2, 5, 8)]
+    assert sorted(node.meta["module"] for node in sums) == ["blocks.0", "blocks.0", "blocks.1", "blocks.1"]
+
+
+def test_backward_is_what_depends_on_a_tangent() -> None:
+    joint = trace(TinyLM(), *lm_call(0))
+    tangents = {n for n, s in zip(joint.placeholders, joint.inputs, strict=True) if s.kind is InputKind.TANGENT}
+    for node in joint.module.graph.nodes:
+        if node in tangents or any(source.meta["backward"] for source in node.all_input_nodes):
+            assert node.meta["backward"] or node.op == "output"
+    forward = [v for s, v in zip(joint.outputs, joint.output_values, strict=True) if s.kind is OutputKind.OUTPUT]
+    assert not any(node.meta["backward"] for node in forward if node is not None)
+
+
+# ---- the model is left alone ----
+
+
+class Fails(nn.Module):
+    """Reads a value, in a submodule, after leaving traces of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), ReadsValue())
+        self.register_buffer("seen", torch.zeros(1))
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(self.calls))
+        self.last = x
+        self.seen = self.seen + 1
+        return self.inner(x)
+
+
+class ReadsValue(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 0:  # here
+            return x
+        return -x
+
+
+class Leaves(Fails):
+    """The same without the failure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("model_class", [Fails, Leaves])
+def test_the_model_is_as_it_was(model_class: type[nn.Module]) -> None:
+    model = model_class()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    modules = {path: dict(vars(module)) for path, module in model.named_modules()}
+    if model_class is Fails:
+        with pytest.raises(TraceError):
+            trace(model, (torch.ones(2, 4),), {})
+    else:
+        trace(model, (torch.ones(2, 4),), {})
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor is tensors[name]
+    for path, module in model.named_modules():
+        assert vars(module) == modules[path]
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert model.calls == []
+    assert torch.fx.traceback.current_meta == {}
+    assert type(torch.ones(1) + 1) is Tensor  # no fake mode is left active
+
+
+# ---- errors ----
+
+
+def line_of(marker: str) -> int:
+    with open(__file__) as source:
+        return next(i for i, text in enumerate(source, 1) if text.rstrip().endswith(f"# {marker}"))
+
+
+def test_value_dependent_control_flow_names_module_and_line() -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(Fails(), (torch.ones(2, 4),), {})
+    message = str(caught.value)
+    assert "module inner.1, " in message
+    assert f"test_trace.py:{line_of('here')} (`if x.max() > 0:" in message
+    assert "depends on the values of a tensor" in message
+    assert "torch.where" in message
+    assert caught.value.__cause__ is not None
+
+
+class Item(nn.Module):
+    def __init__(self, use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: y * y.max().item(),  # item
+        lambda y: y[y > 0],  # mask
+        lambda y: y[: int(y.sum())],  # slice
+    ],
+    ids=["item", "mask", "slice"],
+)
+def test_values_used_as_numbers_name_module_and_line(use: Callable[[Tensor], Tensor], request: Any) -> None:
+    kind = request.node.callspec.id
+    with pytest.raises(TraceError, match=rf"the root module, .*test_trace\.py:{line_of(kind)} .*values of a tensor"):
+        trace(Item(use), (torch.ones(2, 4),), {})
+
+
+def test_a_number_that_nothing_depends_on_is_harmless() -> None:
+    def log(y: Tensor) -> Tensor:
+        y.sum().item()
+        return y
+
+    model = Item(log).double()
+    joint = trace(model, *row_call(0))
+    assert_equals_eager(joint, model, row_call(1))
+
+
+def test_changing_an_input_in_place_is_refused() -> None:
+    def change(x: Tensor) -> Tensor:
+        return x.add_(1)
+
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.linear(change(batch["x"]))
+
+    with pytest.raises(TraceError, match=r"changes its input 0\.x in place: let it change a copy"):
+        trace(Changes(), ({"x": torch.ones(2, 4)},), {})
+
+
+def test_changing_a_parameter_is_refused() -> None:
+    class Clamps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    class Replaces(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight = nn.Parameter(self.weight * 2)
+            return super().forward(x)
+
+    with pytest.raises(TraceError, match="changes its parameter weight in place"):
+        trace(Clamps(4, 4), (torch.ones(2, 4),), {})
+    with pytest.raises(TraceError, match="replaces parameter weight by another tensor"):
+        trace(Replaces(4, 4), (torch.ones(2, 4),), {})
+
+
+def test_a_buffer_that_keeps_a_gradient_is_refused() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("total", torch.zeros(2, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.total.add_(self.linear(x))
+            return x
+
+    with pytest.raises(TraceError, match=r"gives buffer total a value that requires grad: detach\(\) the value first"):
+        trace(Keeps(), (torch.ones(2, 4),), {})
+
+
+def test_a_buffer_that_changes_shape_is_refused() -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = torch.cat([self.seen, x.sum().view(1)])
+            return x
+
+    with pytest.raises(
+        TraceError, match=r"replaces buffer seen of shape \[1\] and torch.float32 by one of shape \[2\]"
+    ):
+        trace(Grows(), (torch.ones(2, 4),), {})
+
+
+def test_any_other_failure_names_module_and_line() -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ x  # wrong
+
+    message = rf"module 0, .*test_trace\.py:{line_of('wrong')} \(`return x @ x  # wrong`\) raised RuntimeError: "
+    with pytest.raises(TraceError, match=message) as caught:
+        trace(nn.Sequential(Wrong()), (torch.ones(2, 4),), {})
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_lazy_and_scripted_modules_are_refused() -> None:
+    with pytest.raises(TraceError, match=re.escape("0.weight has no shape yet (a lazy module): run the model once")):
+        trace(nn.Sequential(nn.LazyLinear(3)), (torch.ones(2, 4),), {})
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(TraceError, match="module 0 is TorchScript"):
+        trace(nn.Sequential(scripted), (torch.ones(2, 4),), {})
+
+
+@dataclass
+class Unused:
+    """Not registered with pytree."""
+
+    x: int = 0
+
+
+def test_an_unhashable_or_unknown_constant_is_compared_by_identity() -> None:
+    first, second = Unused(), Unused()
+    key = flatten_inputs((first,), {})[1]
+    assert key == flatten_inputs((first,), {})[1]
+    assert key != flatten_inputs((second,), {})[1]
+    assert hash(key) is not None
