@@ -1,0 +1,47 @@
+"""autopar: a compiler for distributed training in PyTorch.
+
+    pm = autopar.parallelize(model, mesh, mem_gb=80)     # trace, plan, rewrite, shard the parameters in place
+    print(pm.plan)                                       # per-layer placements, memory, step time, alternatives
+    pm.export("debug/")                                  # the rewritten graph, readable and re-runnable
+"""
+
+from autopar.api import parallelize, verify
+from autopar.errors import (
+    AutoparError,
+    BatchError,
+    InfeasibleBudgetError,
+    InputError,
+    MeshError,
+    PlanError,
+    RuleError,
+    StaleModelError,
+    TraceError,
+    VerificationError,
+)
+from autopar.plan import Plan
+from autopar.plan_file import load_plan
+from autopar.rules import register_sharding_rule
+from autopar.runtime.module import ParallelModule
+from autopar.verification import VerifyReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoparError",
+    "BatchError",
+    "InfeasibleBudgetError",
+    "InputError",
+    "MeshError",
+    "ParallelModule",
+    "Plan",
+    "PlanError",
+    "RuleError",
+    "StaleModelError",
+    "TraceError",
+    "VerificationError",
+    "VerifyReport",
+    "load_plan",
+    "parallelize",
+    "register_sharding_rule",
+    "verify",
+]

@@ -42,7 +42,7 @@ class ModelState:
                         raise TraceError(f"{name} has no shape yet (a lazy module): run the model once, then trace it")
                     canonical = first.setdefault(id(tensor), name)
                     if canonical == name:
-                        kept[name] = tensor  # type: ignore[assignment]
+                        kept[name] = tensor
                     else:
                         self.tied[name] = canonical
                     self._slots.append((registry, key, canonical))

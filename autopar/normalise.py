@@ -212,11 +212,11 @@ def _nll_loss_forward(
     valid = target != ignore_index
     index = torch.where(valid, target, 0)  # a target to ignore may be out of range
     picked = torch.gather(log_probs, class_dim, index.unsqueeze(class_dim)).squeeze(class_dim)
-    losses = -picked if weight is None else -picked * weight[index]
+    losses = -picked if weight is None else -picked * aten.index.Tensor(weight, [index])
     losses = torch.where(valid, losses, 0)
     if reduction == _NONE:
         return losses, log_probs.new_zeros(())
-    weights = valid if weight is None else torch.where(valid, weight[index], 0)
+    weights = valid if weight is None else torch.where(valid, aten.index.Tensor(weight, [index]), 0)
     total_weight = weights.sum().to(wide) if weight is None else weights.sum(dtype=wide)
     loss = losses.sum(dtype=wide)
     if reduction == _MEAN:
@@ -234,7 +234,7 @@ def _nll_loss_backward(
     valid = target != ignore_index
     scale = -grad / total_weight if reduction == _MEAN else -grad
     if weight is not None:
-        scale = scale * weight[torch.where(valid, target, 0)]
+        scale = scale * aten.index.Tensor(weight, [torch.where(valid, target, 0)])
     if scale.ndim == target.ndim:
         scale = scale.unsqueeze(class_dim)
     classes = torch.arange(num_classes, device=target.device)

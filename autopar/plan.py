@@ -68,6 +68,11 @@ class Plan:
     graph_fingerprint: str = ""
     report: PlanReport | None = field(default=None, compare=False)
 
+    def __str__(self) -> str:
+        from autopar.show import render_plan  # not at the top: it reads this module
+
+        return render_plan(self)
+
 
 @dataclass(frozen=True)
 class MemoryParts:

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+import torch
 from rich import box
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
@@ -169,7 +170,7 @@ def _activations(program: LocalProgram) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in program.forward.module.graph.nodes:
         sharding = node.meta.get("sharding")
-        if node.op == "call_function" and sharding is not None:
+        if node.op == "call_function" and sharding is not None and isinstance(node.meta["val"], torch.Tensor):
             found[node.meta.get("module", "")] = describe_sharding(sharding, program.mesh)
     return found
 

@@ -28,7 +28,7 @@ from torch import fx
 
 from autopar.errors import InputError, MeshError
 from autopar.factors import Factor, FactorAnalysis, source_of
-from autopar.graph import InputKind, JointGraph
+from autopar.graph import JointGraph
 from autopar.mesh import Mesh
 from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard
 from autopar.plan import FactorRef, Plan, Storage
@@ -183,13 +183,10 @@ def tensor_parallel_factors(joint: JointGraph, analysis: FactorAnalysis, num_ran
     groups = _factor_groups(joint, analysis, num_ranks)
     graph = nx.Graph()
     graph.add_nodes_from(groups)
-    where: dict[int, set[str]] = {}
-    for key, members in groups.items():
-        for _, factor, node in members:
-            for other, others in groups.items():
-                if other != key and any(n is node for _, _, n in others):
-                    graph.add_edge(key, other)
-        where[id(key)] = {ref.anchor for ref, _, _ in members}
+    for key, other in itertools.combinations(groups, 2):
+        params = {node for _, _, node in groups[key]}
+        if any(node in params for _, _, node in groups[other]):
+            graph.add_edge(key, other)
     sets = list(itertools.islice(nx.find_cliques(nx.complement(graph)), _MAX_SETS)) if groups else []
     order = {key: i for i, key in enumerate(groups)}
     out = []
@@ -235,14 +232,17 @@ def _best_part(parts: list[Factor], num_ranks: int, blocked: set[int]) -> tuple[
 
 
 def _factors_kept_whole(analysis: FactorAnalysis) -> set[int]:
-    """Factors that some op needs whole although it could be cut along another: cutting them buys a gather there."""
-    from autopar.rules import OpRule  # local: only for the annotation below
+    """Factors that some op needs whole: cutting them buys a gather there.
 
-    def fixed(node: fx.Node, rule: OpRule) -> list[Factor]:
-        soft = node.target in _TAKEN_APART
-        return [] if soft else [f for name in rule.whole for f in analysis.rule_factors(node, name)]
-
-    return {id(f) for node, rule in analysis.rules.items() for f in fixed(node, rule)}
+    Not counted are ops that the rewrite takes apart, and constants such as `arange`, which every rank can make whole.
+    """
+    return {
+        id(factor)
+        for node, rule in analysis.rules.items()
+        if node.target not in _TAKEN_APART and rule.inputs
+        for name in rule.whole
+        for factor in analysis.rule_factors(node, name)
+    }
 
 
 _aten = torch.ops.aten
@@ -284,7 +284,3 @@ def _label(node: fx.Node, dim: int) -> str:
     return f"dim{dim}"
 
 
-__all__ = [
-    "ALIASES", "STRATEGIES", "Compute", "InputKind", "Price", "canonical_name", "cut_at_rest", "named_plan", "strategy_mesh",
-    "tensor_parallel_factors",
-]  # fmt: skip

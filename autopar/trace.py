@@ -75,7 +75,7 @@ def trace(
             one, else CPU.
 
     Returns:
-        The graph; its `output_tree` is an `OutputTree`.
+        The graph.  It takes every tensor contiguous.  Its `output_tree` is an `OutputTree`.
 
     Raises:
         InputError: if the example does not fit, see `find_batch_dims`.
@@ -159,8 +159,10 @@ class _FlatModule(nn.Module):
         if any(wanted and t.ndim == 0 for wanted, t in zip(with_tangent, outputs, strict=True)):
             with_tangent = [wanted and t.ndim == 0 for wanted, t in zip(with_tangent, outputs, strict=True)]
         outputs = [t if wanted else t.detach() for wanted, t in zip(with_tangent, outputs, strict=True)]
-        # The copies keep AOTAutograd from treating outputs that share memory specially; they are removed again.
-        return tuple(t.clone() for t in (*outputs, *(t.detach() for t in reassigned.values())))
+        # The copies, removed again later, keep AOTAutograd from treating outputs that share memory specially, and let
+        # it expect contiguous tangents.
+        returned = (*outputs, *(t.detach() for t in reassigned.values()))
+        return tuple(t.clone(memory_format=torch.contiguous_format) for t in returned)
 
 
 def _no_tensors(tree: OutputTree) -> InputError:

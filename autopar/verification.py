@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from autopar.errors import BatchError, VerificationError
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
@@ -76,7 +78,7 @@ def run_single_device(model: nn.Module, joint: JointGraph, args: tuple[Any, ...]
     """Run the unmodified module eagerly; gradients start from random tangents, or from 1 for a scalar."""
     tangent_paths = [s.path for s in joint.inputs if s.kind is InputKind.TANGENT]
     tree = joint.output_tree
-    with torch.set_grad_enabled(joint.trains):
+    with torch.set_grad_enabled(joint.trains), Float64Throughout():
         outputs = dict(zip(tree.paths, tree.tensors_of(model(*args, **kwargs)), strict=True))
     generator = torch.Generator().manual_seed(0)
     tangents = {}
@@ -141,6 +143,24 @@ def _rank_inputs(
     return out
 
 
+_LOW = {torch.float32, torch.bfloat16, torch.float16}
+_CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+
+
+class Float64Throughout(TorchFunctionMode):
+    """Lifts the casts that a model makes to a lower precision (`logits.float()`) to float64.
+
+    Otherwise one such cast would bring float32's rounding, which depends on the order of a sum, into a comparison that is
+    meant to be free of it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        lift = lambda value: torch.float64 if value.__class__ is torch.dtype and value in _LOW else value  # noqa: E731
+        if func in _CASTS:
+            return args[0].to(torch.float64)
+        return func(*map(lift, args), **{name: lift(value) for name, value in (kwargs or {}).items()})
+
+
 def in_float64(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Copies of a model and its inputs in float64 on the CPU; parameters on the meta device get random values."""
     copied = copy.deepcopy(model)
@@ -159,8 +179,6 @@ def in_float64(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return leaf.detach().cpu().double() if leaf.is_floating_point() else leaf.detach().cpu()
-
-    from torch.utils import _pytree as pytree
 
     return copied, pytree.tree_map(convert, args), pytree.tree_map(convert, dict(kwargs))
 

@@ -7,6 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -68,6 +69,7 @@ class ParallelModule(nn.Module):
         compile: Compile,  # noqa: A002 (the word for what it does)
         flatten: Flatten,
         decide: Decide | None = None,
+        control: ControlGroup | None = None,
         max_specialisations: int = MAX_SPECIALISATIONS,
     ) -> None:
         """Shard the parameters of `model` in place.
@@ -78,10 +80,11 @@ class ParallelModule(nn.Module):
             plan: what was decided; without one, parameters become replicated DTensors now and `decide` is asked
                 when the first call shows the shapes.
             compile, decide, flatten: the stages above the runtime, given by the facade.
+            control: the ranks' way to agree; made here if it is not given.
             max_specialisations: how many programs to keep.
 
         Raises:
-            MeshError: if the mesh does not hold all ranks in ascending order, or the plan's mesh has another number of ranks.
+            MeshError: if the mesh does not hold all ranks in ascending order, or the plan has another number.
         """
         super().__init__()
         if plan is None and decide is None:
@@ -92,7 +95,7 @@ class ParallelModule(nn.Module):
         self.training = model.training
         self._compile_step, self._decide, self._flatten = compile, decide, flatten
         self._max_specialisations = max_specialisations
-        self._user_mesh, self._control = device_mesh, ControlGroup()
+        self._user_mesh, self._control = device_mesh, control or ControlGroup()
         _check_covers(device_mesh)
         self._plan = plan
         self._layout = self._layout_for(plan.mesh if plan else None)
@@ -144,6 +147,33 @@ class ParallelModule(nn.Module):
         self._num_forwards += 1
         return step(call.tensors, seed)
 
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Plan and compile for a call with these inputs, without running it.
+
+        Raises:
+            BatchError, StaleModelError, InputError: as `forward`.
+        """
+        call = self._agree_on_call(args, kwargs)
+        if call.key not in self._steps:
+            self._specialise(call, args, kwargs)
+
+    def export(self, directory: str | Path) -> list[Path]:
+        """Write the program used last as readable, runnable Python, with the plan and a diagram.
+
+        Every rank may call it; the first one writes.
+
+        Raises:
+            PlanError: before there is a program.
+            InputError: if the directory cannot be written.
+        """
+        plan = self.plan
+        if not self._steps:
+            raise PlanError("no program to export yet: call the module once, or pass example_inputs to parallelize")
+        from autopar.export import export_program
+
+        program = self.compiled_steps[-1].program
+        return self._control.on_first_rank("exporting", lambda: export_program(program, plan, directory))
+
     def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """Look at the call, and make sure before any collective that every rank makes the same one."""
         error: Exception | None = None
@@ -162,7 +192,7 @@ class ParallelModule(nn.Module):
         return call
 
     def _inspect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        self._sharded.check()
+        self._sharded.check(planned=self._plan is not None)
         tensors, constants = self._flatten(args, kwargs)
         for path, tensor in tensors:
             if tensor.device.type != self._layout.device.type:
@@ -174,13 +204,14 @@ class ParallelModule(nn.Module):
                 raise InputError(f"input {path!r} is a DTensor: pass this rank's rows as a plain tensor (.to_local())")
         grad = torch.is_grad_enabled()
         inputs = tuple((path, tuple(t.shape), t.dtype, grad and t.requires_grad) for path, t in tensors)
-        modes = bytes(module.training for module in self._model.modules())
         device = self._layout.device.type
-        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         trains = grad and (self._sharded.any_trained or any(wanted for _, _, _, wanted in inputs))
-        mode = f"training={self.training}, gradients={trains}, autocast={cast}"
+        mode = f"training={self.training}, gradients={trains}, autocast={autocast}"
         shapes = ", ".join(f"{path} {describe_value(tensor)}" for path, tensor in tensors) or "no tensors"
-        return _Call(dict(tensors), (inputs, constants, modes, trains, cast), trains, shapes, mode)
+        return _Call(
+            dict(tensors), (inputs, constants, self._sharded.training_modes, trains, autocast), trains, shapes, mode
+        )
 
     def _explain_difference(self, shapes: str, mode: str) -> None:
         """Raise on every rank, saying which ranks differ in what; called on all of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +45,21 @@ class _Slot:
     """One parameter, under all the names that share it."""
 
     names: tuple[str, ...]
-    owners: tuple[tuple[nn.Module, str], ...]
     parameter: DTensor
     requires_grad: bool
     shape: torch.Size
     dtype: torch.dtype
     sharding: Sharding
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One module of the tree as it was when parameters were sharded."""
+
+    path: str
+    module: nn.Module
+    children: tuple[tuple[str, nn.Module | None], ...]
+    parameters: tuple[tuple[str, nn.Parameter | None], ...]
 
 
 class ShardedParameters:
@@ -64,15 +73,13 @@ class ShardedParameters:
     def __init__(
         self, model: nn.Module, control: ControlGroup, layout: Layout, shardings: Mapping[str, Sharding]
     ) -> None:
-        self._model = model
         owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
         parameters: dict[int, nn.Parameter] = {}
         for prefix, module in model.named_modules():
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     parameters[id(parameter)] = parameter
-                    name = f"{prefix}.{attribute}" if prefix else attribute
-                    owners.setdefault(id(parameter), []).append((name, module, attribute))
+                    owners.setdefault(id(parameter), []).append((_join(prefix, attribute), module, attribute))
         _check_real(model)
         _share_values([*parameters.values(), *model.buffers()], control, layout.device)
         self._slots = [self._shard(parameter, owners[key], layout, shardings) for key, parameter in parameters.items()]
@@ -80,7 +87,7 @@ class ShardedParameters:
             for attribute, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != layout.device:
                     module._buffers[attribute] = buffer.to(layout.device)
-        self._shape = _module_shape(model)
+        self._tree = [_Place(path, m, _children(m), tuple(m._parameters.items())) for path, m in model.named_modules()]
 
     def _shard(
         self,
@@ -95,19 +102,16 @@ class ShardedParameters:
             parameter = _to_parameter(full.detach(), sharding, layout, full.requires_grad)
         for _, module, attribute in owners:
             module._parameters[attribute] = cast(nn.Parameter, parameter)
-        places = tuple((module, attribute) for _, module, attribute in owners)
-        return _Slot(names, places, parameter, full.requires_grad, parameter.shape, parameter.dtype, sharding)
+        return _Slot(names, parameter, full.requires_grad, parameter.shape, parameter.dtype, sharding)
 
     def move(self, layout: Layout, shardings: Mapping[str, Sharding]) -> None:
         """Move replicated parameters to planned places, keeping each parameter object (an optimizer may hold it)."""
         for slot in self._slots:
-            self._check(slot, during_planning=True)
             sharding = _sharding_of(slot.names, shardings)
             with torch.no_grad():
                 moved = _to_parameter(slot.parameter.to_local(), sharding, layout, slot.parameter.requires_grad)
             torch.utils.swap_tensors(slot.parameter, moved)  # type: ignore[no-untyped-call]
-            slot.sharding, slot.requires_grad = sharding, slot.parameter.requires_grad
-        self._shape = _module_shape(self._model)
+            slot.sharding = sharding
 
     @property
     def by_name(self) -> dict[str, DTensor]:
@@ -124,43 +128,64 @@ class ShardedParameters:
         """Whether any parameter asks for a gradient."""
         return any(slot.parameter.requires_grad for slot in self._slots)
 
-    def check(self) -> None:
-        """Compare the model with what was planned.
+    @property
+    def training_modes(self) -> bytes:
+        """The `training` flag of every module."""
+        return bytes(place.module.training for place in self._tree)
+
+    def check(self, planned: bool = True) -> None:
+        """Compare the model with what was planned; before planning, parameters may still be frozen or unfrozen.
 
         Raises:
-            StaleModelError: if a parameter was replaced, resized, cast, frozen or unfrozen, or modules came or went.
+            StaleModelError: if a parameter was replaced, resized, cast, frozen or unfrozen, or a module came, went or
+                was replaced.
         """
+        for place in self._tree:
+            if _children(place.module) != place.children:
+                _raise_about_module(place)
+            parameters = place.module._parameters
+            if len(parameters) != len(place.parameters) or any(parameters.get(n) is not p for n, p in place.parameters):
+                _raise_about_parameter(place)
         for slot in self._slots:
-            self._check(slot)
-        found = _module_shape(self._model)
-        if found != self._shape:
-            raise StaleModelError(
-                f"the model had {self._shape[0]} modules with {self._shape[1]} parameters and {self._shape[2]} buffers "
-                f"when it was planned, and has {found[0]}, {found[1]} and {found[2]} now: {_AGAIN}"
-            )
-
-    def _check(self, slot: _Slot, during_planning: bool = False) -> None:
-        name, parameter = slot.names[0], slot.parameter
-        for module, attribute in slot.owners:
-            found = module._parameters.get(attribute)
-            if cast(object, found) is not parameter:
-                what = (
-                    "no parameter" if found is None else f"another {type(found).__name__} of shape {list(found.shape)}"
-                )
+            parameter = slot.parameter
+            if not planned:
+                slot.requires_grad = parameter.requires_grad
+            found = (parameter.shape, parameter.dtype, parameter.requires_grad)
+            if found != (slot.shape, slot.dtype, slot.requires_grad):
                 raise StaleModelError(
-                    f"parameter {name!r} was replaced after planning: expected the DTensor of shape {list(slot.shape)} "
-                    f"that autopar made, found {what}; {_AGAIN}, or change its values in place"
+                    f"parameter {slot.names[0]!r} changed after planning: expected {list(slot.shape)} {slot.dtype} "
+                    f"with requires_grad={slot.requires_grad}, found {list(parameter.shape)} {parameter.dtype} "
+                    f"with requires_grad={parameter.requires_grad}; make such changes first, then {_AGAIN}"
                 )
-        if parameter.shape != slot.shape or parameter.dtype != slot.dtype:
-            raise StaleModelError(
-                f"parameter {name!r} changed after planning: expected {list(slot.shape)} {slot.dtype}, found "
-                f"{list(parameter.shape)} {parameter.dtype}; {_AGAIN}"
-            )
-        if not during_planning and parameter.requires_grad != slot.requires_grad:
-            raise StaleModelError(
-                f"parameter {name!r} changed after planning: expected requires_grad={slot.requires_grad}, found "
-                f"{parameter.requires_grad}; freeze or unfreeze before planning: {_AGAIN}"
-            )
+
+
+def _children(module: nn.Module) -> tuple[tuple[str, nn.Module | None], ...]:
+    return tuple(module._modules.items())
+
+
+def _raise_about_module(place: _Place) -> NoReturn:
+    before, now = dict(place.children), dict(_children(place.module))
+    name = next(name for name in {**before, **now} if before.get(name) is not now.get(name))
+    what = "was replaced" if name in before and name in now else "was removed" if name in before else "was added"
+    raise StaleModelError(f"module {_join(place.path, name)!r} {what} after planning: {_AGAIN}")
+
+
+def _raise_about_parameter(place: _Place) -> NoReturn:
+    before, now = dict(place.parameters), place.module._parameters
+    name = next(name for name in {**before, **now} if before.get(name) is not now.get(name))
+    expected, found = (_describe_parameter(parameters.get(name)) for parameters in (before, now))
+    raise StaleModelError(
+        f"parameter {_join(place.path, name)!r} was replaced after planning: expected {expected}, found {found}; "
+        f"change its values in place, or {_AGAIN}"
+    )
+
+
+def _describe_parameter(parameter: Tensor | None) -> str:
+    return "no parameter" if parameter is None else f"a {type(parameter).__name__} of shape {list(parameter.shape)}"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 _AGAIN = "call autopar.parallelize again on a fresh model"
@@ -262,10 +287,3 @@ def _checksum(tensors: Sequence[Tensor]) -> int:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         first, second = zlib.crc32(data, first), zlib.adler32(data, second)
     return (first << 29) ^ second
-
-
-def _module_shape(model: nn.Module) -> tuple[int, int, int]:
-    """How many modules, parameters and buffers there are, shared parameters counted at each place."""
-    modules = list(model.modules())
-    num_parameters = sum(p is not None for module in modules for p in module._parameters.values())
-    return len(modules), num_parameters, sum(b is not None for module in modules for b in module._buffers.values())

@@ -86,9 +86,9 @@ def device_placements(sharding: Sharding, mesh: Mesh) -> tuple[Placement, ...]:
         splits = [a for a in same_dim if a <= axis and shard_split(out[a]) > 1]
         if len(splits) > 1 or (splits and axis != max(same_dim) and shard_split(out[axis]) not in (1, later)):
             raise PlanError(
-                f"PyTorch's DTensor cannot hold a tensor that lies as {describe_sharding(sharding, mesh)} on mesh {mesh}: "
-                f"several axes cut dim {dim} and their splits do not nest; store it with another dim cut, or whole "
-                f"along axis {mesh.names[axis]!r}"
+                f"PyTorch's DTensor cannot hold a tensor that lies as {describe_sharding(sharding, mesh)} on mesh "
+                f"{mesh}: several axes cut dim {dim} and their splits do not nest; store it with another dim cut, or "
+                f"whole along axis {mesh.names[axis]!r}"
             )
     return tuple(out)
 

@@ -1,4 +1,4 @@
-"""A small model and local programs for it written by hand, so that the runtime is tested without the stages before it."""
+"""A small model and its local programs written by hand: the runtime is tested without the stages before it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def plan_of(name: str) -> Plan:
     return Plan(name, ROW if name == "ddp" else GRID, (), storage)
 
 
-class _Writer:
+class GraphWriter:
     """Writes one local graph."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def program_of(name: str, local_rows: int, train: bool, counts: bool) -> LocalPr
 
 
 def _forward(name: str, mesh: Mesh, rows: int, train: bool, counts: bool) -> tuple[LocalGraph, list[str]]:
-    w = _Writer()
+    w = GraphWriter()
     up, up_bias, down, down_bias = (w.input(InputKind.PARAM, path) for path in NAMES)
     steps = w.input(InputKind.BUFFER, "steps")
     x, target = w.input(InputKind.INPUT, "0"), w.input(InputKind.INPUT, "target")
@@ -133,7 +133,7 @@ def _forward(name: str, mesh: Mesh, rows: int, train: bool, counts: bool) -> tup
 
 
 def _backward(name: str, mesh: Mesh, rows: int, saved: list[str]) -> LocalGraph:
-    w = _Writer()
+    w = GraphWriter()
     x, h, down, diff = (w.input(InputKind.SAVED, path) for path in saved)
     d_y = w.input(InputKind.TANGENT, "y", torch.empty(rows, OUT, dtype=torch.float64, device="meta"))
     d_loss = w.input(InputKind.TANGENT, "loss", torch.empty((), dtype=torch.float64, device="meta"))

@@ -63,13 +63,14 @@ def assert_close(actual: Tensor, expected: Tensor, what: str, tolerance: float =
         assert torch.equal(actual, expected), what
 
 
-def check_against_eager(model: nn.Module, traced_with: Call, call: Call, *, normalised: bool) -> JointGraph:
-    """Trace on one call; compare outputs, every gradient and every buffer with eager on other weights and another call."""
+def check_against_eager(model: nn.Module, traced_with: Call, call: Call, tolerance: float = 1e-10) -> JointGraph:
+    """Trace on one call; on other weights and another call, compare outputs, gradients and buffers with eager, before
+    and after normalising."""
     joint = trace(model, *traced_with)
-    if normalised:
-        normalise(joint)
     randomise(model)
-    assert_equals_eager(joint, model, call)
+    assert_equals_eager(joint, model, call, tolerance)
+    normalise(joint)
+    assert_equals_eager(joint, model, call, tolerance)
     return joint
 
 

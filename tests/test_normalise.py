@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from joint_eager import assert_close, assert_equals_eager, check_against_eager, run_joint, tangents_of
 from torch import Tensor, fx, nn
 
@@ -56,8 +56,7 @@ def count(joint: JointGraph, target: object) -> int:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("ignore_index", [-100, 2])
+@pytest.mark.parametrize(("weighted", "ignore_index"), [(False, -100), (True, 2)], ids=["plain", "weighted"])
 @pytest.mark.parametrize("shape", [(5,), (5, 7), (5, 7, 2, 3)], ids=["one", "rows", "2d"])
 def test_nll_loss(reduction: str, weighted: bool, ignore_index: int, shape: tuple[int, ...]) -> None:
     """Shape is (classes,) or (classes, rows, more…); some targets are ignored, one of them out of range."""
@@ -79,7 +78,7 @@ def test_nll_loss(reduction: str, weighted: bool, ignore_index: int, shape: tupl
         return (random(14, 4, seed=seed), target), {}
 
     torch.manual_seed(0)
-    joint = check_against_eager(Apply(loss, width=classes).double(), call(0), call(1), normalised=True)
+    joint = check_against_eager(Apply(loss, width=classes).double(), call(0), call(1))
     assert not {t for t in targets(joint) if "nll" in str(t)}
     assert aten.gather.default in targets(joint)
     assert not {t for t in targets(joint) if "scatter" in str(t) and not weighted}
@@ -130,7 +129,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 def test_no_loss_op_is_left(name: str, reduction: str) -> None:
     model = Apply(lambda x, t: LOSSES[name](x, t, reduction=reduction)).double()
     calls = [((random(3, 4, seed=seed), random(3, 4, seed=seed + 1).abs()), {}) for seed in (0, 5)]
-    joint = check_against_eager(model, calls[0], calls[1], normalised=True)
+    joint = check_against_eager(model, calls[0], calls[1])
     assert not {t for t in targets(joint) if "loss" in str(t) or "cross_entropy" in str(t) or "mean" in str(t)}
 
 
@@ -191,7 +190,7 @@ def test_no_ops_are_dropped_and_copies_are_kept() -> None:
         return x * y.clone()
 
     calls = [((random(3, 4, seed=seed),), {}) for seed in (0, 5)]
-    joint = check_against_eager(Apply(function).double(), calls[0], calls[1], normalised=True)
+    joint = check_against_eager(Apply(function).double(), calls[0], calls[1])
     dropped = {aten.detach.default, aten.alias.default, aten._to_copy.default, aten.expand.default}
     assert not dropped & targets(joint)
     assert count(joint, aten.clone.default) == 1
@@ -226,7 +225,7 @@ def test_a_transpose_of_a_transpose_is_nothing() -> None:
 def test_other_transposes_stay() -> None:
     calls = [((random(3, 4, seed=seed),), {}) for seed in (0, 5)]
     model = Apply(lambda x: x.view(3, 2, 2).transpose(0, 1).transpose(1, 2).transpose(-1, -2)).double()
-    joint = check_against_eager(model, calls[0], calls[1], normalised=True)
+    joint = check_against_eager(model, calls[0], calls[1])
     forward = [n for n in joint.module.graph.nodes if n.target is aten.transpose.int and not n.meta["backward"]]
     assert len(forward) == 1
 
@@ -271,7 +270,7 @@ class RecomputesCosine(torch.autograd.Function):
 
 def test_the_backward_recomputes_what_it_recomputed() -> None:
     calls = [((random(3, 4, seed=seed),), {}) for seed in (0, 5)]
-    joint = check_against_eager(Apply(RecomputesCosine.apply).double(), calls[0], calls[1], normalised=True)
+    joint = check_against_eager(Apply(RecomputesCosine.apply).double(), calls[0], calls[1])
     cosines = list(joint.module.graph.find_nodes(op="call_function", target=aten.cos.default))
     assert sorted(node.meta["backward"] for node in cosines) == [False, True]
 
@@ -331,7 +330,7 @@ def test_scalar_constants_become_nodes() -> None:
             return self.linear(x) * self.half + torch.tensor(2.0)
 
     calls = [((random(3, 4, seed=seed),), {}) for seed in (0, 5)]
-    joint = check_against_eager(Constant().double(), calls[0], calls[1], normalised=True)
+    joint = check_against_eager(Constant().double(), calls[0], calls[1])
     assert not list(joint.module.graph.find_nodes(op="get_attr"))
 
 

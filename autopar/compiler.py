@@ -1,0 +1,205 @@
+"""From an example call to a plan, and from a plan to a program: the stages strung together."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.cluster import Cluster, budget_bytes
+from autopar.cost_model.simulate import Simulation, simulate
+from autopar.describe import describe_params
+from autopar.errors import InfeasibleBudgetError, MeshError
+from autopar.factors import analyse
+from autopar.graph import JointGraph
+from autopar.normalise import normalise
+from autopar.passes.pipeline import rewrite
+from autopar.plan import Candidate, Plan, PlanReport
+from autopar.plan_file import check_plan_matches
+from autopar.planner import plan_named
+from autopar.program import LocalProgram
+from autopar.show import build_rows, format_bytes, format_time
+from autopar.signature import flatten_inputs
+from autopar.strategies import STRATEGIES
+from autopar.trace import trace
+
+AUTO = "auto"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan with its program and what the simulator says of it."""
+
+    plan: Plan
+    program: LocalProgram
+    simulation: Simulation
+
+
+@dataclass
+class Compiler:
+    """Traces, plans and rewrites one model for one cluster.
+
+    Attributes:
+        model: the module, on any device.
+        sizes: the user's mesh shape.
+        cluster: what it runs on.
+        mem_gb: budget in GiB for one device, or None for all that the device has.
+        strategy: `auto` or a name in `STRATEGIES`.
+        optimizer: whose state counts against the budget.
+        batch_dims: overrides of the batch dim, per input path.
+    """
+
+    model: nn.Module
+    sizes: tuple[int, ...]
+    cluster: Cluster
+    mem_gb: float | None = None
+    strategy: str = AUTO
+    optimizer: str = "adamw"
+    batch_dims: Mapping[str, int | None] | None = None
+    _traced: tuple[object, JointGraph] | None = field(default=None, repr=False)
+    _warned: set[str] = field(default_factory=set, repr=False)
+
+    def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, local: bool = True) -> JointGraph:
+        """The normalised joint graph for all ranks together; the last one is kept.
+
+        Args:
+            args, kwargs: one rank's rows, or with `local=False` the global batch.
+            train: whether to trace a backward pass.
+            local: whether the inputs are one rank's.
+        """
+        tensors, constants = flatten_inputs(args, kwargs)
+        shapes = tuple((path, tuple(t.shape), t.dtype) for path, t in tensors)
+        modes = bytes(module.training for module in self.model.modules())
+        key = (shapes, constants, train, modes, local, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+        if self._traced is None or self._traced[0] != key:
+            ranks = self.cluster.num_ranks if local else 1
+            joint = normalise(trace(self.model, args, kwargs, num_ranks=ranks, batch_dims=self.batch_dims, train=train))
+            self._traced = (key, joint)
+        return self._traced[1]
+
+    def plan(self, joint: JointGraph) -> Plan:
+        """The best plan for a traced graph, with its report.
+
+        Raises:
+            InfeasibleBudgetError: if no candidate fits the budget.
+            MeshError: if the strategy cannot use the mesh.
+        """
+        names = STRATEGIES if self.strategy == AUTO else (self.strategy,)
+        priced: list[Priced] = []
+        for name in names:
+            try:
+                priced.append(self.price(joint, plan_named(name, joint, self.sizes, self.cluster.ranks_per_node)))
+            except MeshError:
+                if self.strategy != AUTO:
+                    raise
+        budget = budget_bytes(self.mem_gb, self.cluster)
+        fitting = [p for p in priced if p.simulation.memory.total <= budget]
+        if not fitting:
+            raise _infeasible(priced, budget)
+        best = min(fitting, key=lambda p: (p.simulation.step_time_s, p.simulation.memory.total))
+        return self._report(joint, best, priced, budget)
+
+    def price(self, joint: JointGraph, plan: Plan) -> Priced:
+        """Rewrite and simulate one plan."""
+        program = rewrite(joint, plan)
+        return Priced(plan, program, simulate(program, self.cluster, self.optimizer))
+
+    def given(self, joint: JointGraph, plan: Plan) -> Plan:
+        """A plan that the user brought, checked against the graph and the budget, and priced.
+
+        Raises:
+            PlanError: if it belongs to another model.
+            MeshError: if it is for another number of ranks.
+            InfeasibleBudgetError: if it does not fit the budget.
+        """
+        if plan.mesh.num_ranks != self.cluster.num_ranks:
+            raise MeshError(f"the plan is for {plan.mesh.num_ranks} ranks ({plan.mesh}), this mesh has {self.cluster.num_ranks}")
+        check_plan_matches(plan, joint)
+        priced = self.price(joint, plan)
+        budget = budget_bytes(self.mem_gb, self.cluster)
+        if priced.simulation.memory.total > budget:
+            raise _infeasible([priced], budget)
+        return self._report(joint, priced, [priced], budget)
+
+    def compile(self, joint: JointGraph, plan: Plan) -> LocalProgram:
+        """The program of a plan; ops that have no sharding rule are named in a warning, once."""
+        self._warn_replicated(joint)
+        return rewrite(joint, plan)
+
+    def _report(self, joint: JointGraph, best: Priced, priced: Sequence[Priced], budget: int) -> Plan:
+        sim = best.simulation
+        words = describe_params(joint, best.plan)
+        report = PlanReport(
+            cluster=str(self.cluster),
+            budget_bytes=budget,
+            step_time_s=sim.step_time_s,
+            compute_s=sim.compute_s,
+            exposed_s=sim.exposed_s,
+            memory=sim.memory,
+            rows=build_rows(joint, best.program, words.__getitem__),
+            candidates=tuple(_candidate(p, best, budget) for p in priced),
+            collective_bytes=sim.collective_bytes,
+            replicated_ops=replicated_ops(joint),
+        )
+        return replace(best.plan, graph_fingerprint=joint.fingerprint(), report=report)
+
+    def _warn_replicated(self, joint: JointGraph) -> None:
+        new = {name: n for name, n in replicated_ops(joint).items() if name not in self._warned}
+        if new:
+            self._warned.update(new)
+            ops = ", ".join(f"{name} ({n}×)" for name, n in new.items())
+            warnings.warn(
+                f"no sharding rule for {ops}: they run whole on every rank. Results are right, but their inputs are gathered; "
+                "teach autopar with autopar.register_sharding_rule",
+                stacklevel=3,
+            )
+
+
+def replicated_ops(joint: JointGraph) -> dict[str, int]:
+    """Ops without a sharding rule, and how often they occur."""
+    return dict(Counter(str(node.target) for node in analyse(joint).replicated))
+
+
+def _candidate(priced: Priced, best: Priced, budget: int) -> Candidate:
+    sim, won = priced.simulation, best.simulation
+    if priced is best:
+        verdict = "chosen"
+    elif sim.memory.total > budget:
+        verdict = f"over the budget by {format_bytes(sim.memory.total - budget)}"
+    elif sim.step_time_s > won.step_time_s:
+        verdict = f"{format_time(sim.step_time_s - won.step_time_s)} slower: {_slower_by(sim, won)}"
+    else:
+        verdict = f"as fast, {format_bytes(sim.memory.total - won.memory.total)} more memory"
+    return Candidate(priced.plan.strategy, str(priced.plan.mesh), sim.step_time_s, sim.compute_s, sim.exposed_s,
+                     sim.memory.total, verdict)  # fmt: skip
+
+
+def _slower_by(sim: Simulation, won: Simulation) -> str:
+    compute, exposed = sim.compute_s - won.compute_s, sim.exposed_s - won.exposed_s
+    if compute >= exposed:
+        return f"{format_time(compute)} more computing"
+    return f"{format_time(exposed)} more waiting for collectives"
+
+
+def _infeasible(priced: Sequence[Priced], budget: int) -> InfeasibleBudgetError:
+    smallest = min(priced, key=lambda p: p.simulation.memory.total)
+    memory = smallest.simulation.memory
+    # Rounded up, so that the budget that is named really works.
+    gb = -(-memory.total * 1000 // GIB) / 1000
+    parts = {"parameters": memory.params, "gradients": memory.grads, "optimizer state": memory.optimizer,
+             "saved activations": memory.activations, "temporaries and collective buffers": memory.temporaries,
+             "reserve": memory.reserve}  # fmt: skip
+    largest = ", ".join(f"{k} {format_bytes(v)}" for k, v in sorted(parts.items(), key=lambda kv: -kv[1])[:3])
+    tried = ", ".join(f"{p.plan.strategy} {format_bytes(p.simulation.memory.total)}" for p in priced)
+    return InfeasibleBudgetError(
+        f"no candidate fits {format_bytes(budget)} on one device; the smallest budget that works is mem_gb={gb:g} with "
+        f"{smallest.plan.strategy} on {smallest.plan.mesh}. Its peak, at {smallest.simulation.peak_at}: {largest}. "
+        f"Peaks: {tried}. Use more ranks, fewer rows or tokens per rank, or an optimizer with less state",
+        gb,
+    )

@@ -1,0 +1,63 @@
+"""Words for how a parameter lies: `column`, `row`, `vocab`, `replicate`, `shard(0)@dp`."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.factors import FactorAnalysis, analyse, source_of
+from autopar.graph import JointGraph
+from autopar.placement import Placement, Replicate, describe_placement, is_sharded, shard_dim
+from autopar.plan import Plan
+from autopar.rules import tensor_inputs
+
+aten = torch.ops.aten
+
+
+def describe_params(joint: JointGraph, plan: Plan) -> dict[str, str]:
+    """For each parameter, its placements in words.
+
+    Along an axis that cuts the parameter as it is *used*, the word says what is cut: `column` the output of its matrix
+    product, `row` the contracted side, `vocab` the rows of a lookup table.  An axis that cuts it only for storage is
+    written `shard(dim)@axis`.
+    """
+    analysis = analyse(joint)
+    batch_only = [all(ref.label == "batch" for ref in refs) for refs in plan.factors]
+    out = {}
+    for path, node in joint.param_nodes().items():
+        words = []
+        for axis, placement in enumerate(plan.storage[path].sharding):
+            if isinstance(placement, Replicate):
+                continue
+            name = plan.mesh.names[axis]
+            word = describe_placement(placement) if batch_only[axis] else _role(analysis, node, placement)
+            words.append(f"{word}@{name}")
+        out[path] = ", ".join(words) or "replicate"
+    return out
+
+
+def _role(analysis: FactorAnalysis, node: fx.Node, placement: Placement) -> str:
+    """What the cut dim is to the op that the parameter feeds, seen through views."""
+    if not is_sharded(placement):
+        return describe_placement(placement)
+    factors = analysis.dim_factors(node, shard_dim(placement))
+    seen = [node]
+    for value in seen:
+        for user in value.users:
+            rule = analysis.rules.get(user)
+            if user.op != "call_function" or user.meta["backward"] or rule is None:
+                continue
+            operand = tensor_inputs(user).index(value)
+            names = {n for dims in (rule.inputs[operand],) for group in dims for n in group
+                     if any(f is g for f in factors for g in analysis.rule_factors(user, n))}  # fmt: skip
+            if names & set(rule.lookup):
+                return "vocab"
+            if user.target in _PRODUCTS and names:
+                in_output = any(n in group for n in names for group in rule.outputs[0])
+                return "column" if in_output else "row"
+            if len(tensor_inputs(user)) == 1 and source_of(user)[0] is user:
+                seen.append(user)
+    return describe_placement(placement)
+
+
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}

@@ -1,0 +1,184 @@
+"""Plans as JSON files: written, read, and compared with the model that they are to be used for.
+
+Equal plans whose mappings have equal order give equal text.  The versions in a file say who wrote it; whether it can
+be read is decided by its schema version alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.errors import InputError, PlanError
+from autopar.graph import JointGraph
+from autopar.mesh import Mesh
+from autopar.placement import Partial, Sharding, describe_placement, is_sharded, shard_dim, shard_split
+from autopar.plan import Plan
+from autopar.plan_reader import INFINITE, MAX_FILE_BYTES, SCHEMA_VERSION, plan_from_json
+
+__all__ = ["check_plan_matches", "load_plan", "plan_from_json", "plan_to_json", "replace_file", "save_plan"]
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The plan, with its report, as JSON text that `plan_from_json` reads back to an equal plan.
+
+    Raises:
+        PlanError: if the plan holds something that could not be read back, such as a NaN or a partial storage.
+    """
+    axes = plan.mesh.num_axes
+    if len(plan.factors) != axes:
+        raise PlanError(f"the plan lists factors for {len(plan.factors)} axes, but its mesh {plan.mesh} has {axes}")
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "autopar": _autopar_version(),
+        "torch": str(torch.__version__),
+        "graph_fingerprint": plan.graph_fingerprint,
+        "strategy": plan.strategy,
+        "mesh": _plain(plan.mesh),
+        "delay_reduction": plan.delay_reduction,
+        "factors": {name: _plain(factors) for name, factors in zip(plan.mesh.names, plan.factors, strict=True)},
+        "storage": {
+            name: {"sharding": [describe_placement(p) for p in rest.sharding], "regather": rest.regather}
+            for name, rest in plan.storage.items()
+        },
+        "report": _plain(plan.report),
+    }
+    try:
+        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"the plan cannot be written as JSON: {error}") from error
+    plan_from_json(text)
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """Records as objects and tuples as lists, so that JSON can hold them."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return INFINITE if value == math.inf else value
+
+
+def _autopar_version() -> str:
+    try:
+        return importlib.metadata.version("autopar")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "not installed"
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan to a file, in one step: a reader sees the old file or the new one.
+
+    Raises:
+        InputError: if the file cannot be written.
+        PlanError: as `plan_to_json`.
+    """
+    replace_file(Path(path), plan_to_json(plan).encode())
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan from a file.
+
+    Raises:
+        InputError: if there is no such file, or it cannot be read.
+        PlanError: if the file is no plan; the message names file and key.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"there is no plan file {str(path)!r}")
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"cannot read plan file {str(path)!r}: {error.strerror or error}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise PlanError(f"{path}: the file has more than {MAX_FILE_BYTES} bytes, so it is no plan")
+    try:
+        return plan_from_json(content.decode())
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path}: the plan file is not UTF-8 text: {error}") from error
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file aside and rename it into place, so that no reader ever sees half of it.
+
+    Raises:
+        InputError: if it cannot be written.
+    """
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        try:
+            with aside.open("xb") as file:
+                file.write(content)
+            os.replace(aside, path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
+def check_plan_matches(plan: Plan, joint: JointGraph) -> None:
+    """Refuse a plan that was made for another model.
+
+    A plan stays valid for another batch size or sequence length, which change the graph's fingerprint.  So what is
+    compared is the parameters: the same names, and storage that fits the shapes of the graph's own.
+
+    Raises:
+        PlanError: with up to five of the parameters that differ, and both fingerprints.
+    """
+    params = {name: tuple(node.meta["val"].shape) for name, node in joint.param_nodes().items()}
+    axes = plan.mesh.num_axes
+    if len(plan.factors) != axes:
+        raise PlanError(f"the plan lists factors for {len(plan.factors)} axes, but its mesh {plan.mesh} has {axes}")
+    differences = [
+        _list_some("the plan does not say how to store", [name for name in params if name not in plan.storage]),
+        _list_some("the model does not have", [name for name in plan.storage if name not in params]),
+    ]
+    if any(differences):
+        made_for = plan.graph_fingerprint or "none, it was written by hand"
+        raise PlanError(
+            f"the plan ({plan.strategy} on mesh {plan.mesh}) was made for another model: "
+            f"{'; '.join(filter(None, differences))} (fingerprint of the plan's graph: {made_for}; of this one: "
+            f"{joint.fingerprint()}); make a new plan for this model"
+        )
+    for name, shape in params.items():
+        _check_storage(name, plan.storage[name].sharding, shape, plan.mesh)
+
+
+def _list_some(words: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{words} {len(names)} parameter{'s' if len(names) > 1 else ''}: {', '.join(map(repr, names[:5]))}{more}"
+
+
+def _check_storage(name: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> None:
+    if len(sharding) != mesh.num_axes:
+        raise PlanError(
+            f"the plan gives parameter {name!r} {len(sharding)} placements, but its mesh {mesh} has {mesh.num_axes} axes"
+        )
+    for placement in sharding:
+        words = f"the plan stores parameter {name!r} as {describe_placement(placement)}"
+        if isinstance(placement, Partial):
+            raise PlanError(f"{words}, but a parameter rests whole or cut")
+        if is_sharded(placement):
+            dim, split = shard_dim(placement), shard_split(placement)
+            if not 0 <= dim < len(shape):
+                raise PlanError(f"{words}, but in this model it has shape {list(shape)}, without a dim {dim}")
+            if shape[dim] % split:
+                raise PlanError(f"{words}, but its dim {dim} of size {shape[dim]} does not divide into {split} parts")

@@ -1,0 +1,176 @@
+"""The benchmarks' command lines and JSON fields: claims are checked with them, so they stay stable."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.errors import TraceError, VerificationError
+from benchmarks import compare_steps, step, zoo
+
+ROOT = Path(__file__).resolve().parents[1]
+ROW = ["model", "strategy", "mesh", "ok", "refused", "max_rel_err", "sharded_flops_fraction", "error", "seconds"]
+LINE = {
+    "tag", "strategy", "shape", "config", "world", "ranks_per_host", "params", "inter_bps", "intra_bps", "steps",
+    "median_s", "min_s", "mean_s", "times", "cpu_s_per_step_all_ranks", "losses", "rss_delta_mb_max",
+    "param_bytes_per_rank", "opt_state_bytes_per_rank", "torch", "plan",
+}  # fmt: skip
+
+REGISTRY = """
+from __future__ import annotations
+import dataclasses
+from typing import Callable
+import torch
+from torch import nn
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    name: str
+    build: Callable[[], nn.Module]
+    make_batch: Callable[[int, int], tuple]
+    loss_fn: Callable
+
+def build():
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+def missing():
+    raise ImportError("No module named 'elsewhere'")
+
+def batch(rows, seed):
+    return (torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed)),), {}
+
+def loss(output):
+    return output.square().mean()
+
+REGISTRY = {"small": Entry("small", build, batch, loss), "missing": Entry("missing", missing, batch, loss)}
+"""
+
+
+@pytest.fixture(name="registry")
+def _registry(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny_zoo.py"
+    path.write_text(REGISTRY)
+    return path
+
+
+def row_when(monkeypatch: pytest.MonkeyPatch, registry: Path, outcome: Any, model: str = "small") -> dict[str, Any]:
+    """The row of a model when `autopar.verify` returns or raises `outcome`."""
+
+    def verify(_model: nn.Module, _strategy: str, _inputs: Any, *, mesh: str) -> Any:
+        assert mesh == "4"
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr("autopar.verify", verify, raising=False)
+    row = zoo.check(zoo.load_registry(registry)[model], "tp", "4", 8)
+    assert list(row) == ROW
+    return row
+
+
+def report(ok: bool, error: float) -> SimpleNamespace:
+    return SimpleNamespace(ok=ok, max_rel_err=error, worst="gradient of 0.weight", sharded_flops_fraction=0.75)
+
+
+def test_right_numbers_are_ok(monkeypatch: pytest.MonkeyPatch, registry: Path) -> None:
+    row = row_when(monkeypatch, registry, report(True, 3e-16))
+    assert (row["ok"], row["refused"], row["error"]) == (True, False, None)
+    assert (row["max_rel_err"], row["sharded_flops_fraction"]) == (3e-16, 0.75)
+
+
+@pytest.mark.parametrize("error", [2e-9, float("nan")])
+def test_wrong_numbers_are_not_ok_whatever_the_report_says(
+    monkeypatch: pytest.MonkeyPatch, registry: Path, error: float
+) -> None:
+    row = row_when(monkeypatch, registry, report(True, error))
+    assert (row["ok"], row["refused"]) == (False, False)
+    assert row["error"].startswith("gradient of 0.weight differs by")
+
+
+def test_an_error_of_autopar_is_a_refusal(monkeypatch: pytest.MonkeyPatch, registry: Path) -> None:
+    row = row_when(monkeypatch, registry, TraceError("reads a value"))
+    assert (row["ok"], row["refused"], row["error"]) == (False, True, "TraceError: reads a value")
+
+
+def test_a_failed_verification_is_not_a_refusal(monkeypatch: pytest.MonkeyPatch, registry: Path) -> None:
+    row = row_when(monkeypatch, registry, VerificationError("loss differs"))
+    assert (row["ok"], row["refused"]) == (False, False)
+
+
+def test_any_other_error_is_a_row_too(monkeypatch: pytest.MonkeyPatch, registry: Path) -> None:
+    row = row_when(monkeypatch, registry, KeyError("x"))
+    assert (row["ok"], row["refused"], row["error"]) == (False, False, "KeyError: 'x'")
+    row = row_when(monkeypatch, registry, report(True, 0.0), "missing")
+    assert (row["ok"], row["error"]) == (False, "ImportError: No module named 'elsewhere'")
+
+
+def test_dropout_is_switched_off_in_modules_attributes_and_configurations() -> None:
+    model = nn.Sequential(nn.Dropout(0.1), nn.MultiheadAttention(4, 1, dropout=0.2))
+    model.config = SimpleNamespace(attn_pdrop=0.3, dropout=0.4, hidden=4.0)  # type: ignore[assignment]
+    zoo.switch_off_dropout(model)
+    assert (model[0].p, model[1].dropout) == (0.0, 0.0)
+    assert vars(model.config) == {"attn_pdrop": 0.0, "dropout": 0.0, "hidden": 4.0}
+
+
+def test_loss_wrapper_returns_the_loss_and_the_other_tensors() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"loss": x.sum(), "hidden": (x + 1, None), "twice": [x * 2]}
+
+    outputs = zoo.WithLoss(Model(), lambda output: output["loss"])(torch.ones(3))
+    assert [tuple(t.shape) for t in outputs] == [(), (3,), (3,)]
+
+
+def test_step_prints_the_fields_of_the_baselines() -> None:
+    command = [sys.executable, "-m", "benchmarks.step", "--strategy", "single", "--shape", "tiny", "--layers", "1"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [*command, "--steps", "2", "--warmup", "1"], capture_output=True, text=True, cwd=ROOT, env=env, check=True
+    )
+    line = json.loads(run.stdout)
+    assert set(line) >= LINE
+    assert line["config"] == {"layers": 1, "dim": 64, "heads": 4, "ffn": 128, "vocab": 64, "seq": 16, "batch": 8}
+    assert len(line["losses"]) == 3
+    assert len(line["times"]) == line["steps"] == 2
+    assert line["param_bytes_per_rank"] == 4 * line["params"]
+
+
+def test_step_takes_the_flags_of_the_baselines() -> None:
+    flags = (
+        "--strategy tp_sp,fsdp --shape wide,narrow --layers 1 --dim 2 --heads 3 --ffn 4 --vocab 5 --seq 6 --batch 7 "
+        "--steps 8 --warmup 9 --opt sgd --lr 0.1 --bucket-mb 2 --max-seconds 3 --seed 4 --out x --tag y"
+    )
+    arguments = step.parse_arguments(flags.split())
+    assert arguments.strategies == ["tp_sp", "fsdp"]
+    assert arguments.shapes == ["wide", "narrow"]
+
+
+def test_step_names_an_unknown_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        step.parse_arguments(["--strategy", "magic"])
+    assert "unknown strategy magic; there are single, auto," in capsys.readouterr().err
+
+
+def test_comparison_row_shows_ratio_spread_and_bytes() -> None:
+    def line(seconds: float, sent: int) -> dict[str, Any]:
+        links = {"host0": {"tx": sent, "rx": 100}, "host0:lo": {"tx": 0, "rx": 0}}
+        memory = {"param_bytes_per_rank": 10, "opt_state_bytes_per_rank": 20}
+        return {"median_s": seconds, "losses": [1.0, 0.5], "bytes_per_step": links, **memory}
+
+    pair = compare_steps.Pair(
+        "wide", "fsdp", "zero3", [(line(1.0, 1000), line(0.9, 800)), (line(1.0, 1000), line(1.2, 800))]
+    )
+    row = compare_steps.table_row(pair)
+    assert "| wide | fsdp / zero3 | 1.000 | 1.050 | **1.05** (0.90–1.20) | 1,000 | 800 | 1.000 |" in row
+    assert row.count("|") == compare_steps.HEADER.splitlines()[0].count("|")
+    pair.failure = "no"
+    assert compare_steps.table_row(pair).count("|") == row.count("|")
