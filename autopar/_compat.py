@@ -52,6 +52,7 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "TreeSpec",
+    "around_calls",
     "broadcast_coalesced",
     "capture_joint",
     "core_decompositions",
@@ -131,3 +132,30 @@ def core_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
 def shares_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors are views of one allocation; on the meta device too, where addresses say nothing."""
     return bool(left.untyped_storage()._cdata == right.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def around_calls(model: nn.Module, around: Callable[[str], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """While active, every call of a module of `model`, its hooks included, runs inside `around(path of the module)`.
+
+    A pair of hooks would not do: while tracing, `Module.__call__` does not run `always_call` hooks after an exception.
+    """
+
+    def wrapped(module: nn.Module, path: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with around(path):
+                return module._call_impl(*args, **kwargs)
+
+        return call
+
+    before = [(module, vars(module).get("_compiled_call_impl")) for module in model.modules()]
+    try:
+        for path, module in model.named_modules():
+            vars(module)["_compiled_call_impl"] = wrapped(module, path)
+        yield
+    finally:
+        for module, compiled in before:
+            if compiled is None:
+                vars(module).pop("_compiled_call_impl", None)
+            else:
+                vars(module)["_compiled_call_impl"] = compiled

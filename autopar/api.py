@@ -120,9 +120,9 @@ def verify(
     for size in sizes:
         num_ranks *= size
     name = AUTO if isinstance(plan, Plan) or plan == AUTO else canonical_name(plan)
-    compiler = Compiler(copied, sizes, Cluster.of_live("cpu", num_ranks, num_ranks), None, name, batch_dims=batch_dims)
-    with Float64Throughout():
-        joint = compiler.trace(args, kwargs, train=True, local=False)
+    cluster = Cluster.of_live("cpu", num_ranks, num_ranks)
+    compiler = Compiler(copied, sizes, cluster, None, name, batch_dims=batch_dims, around_trace=Float64Throughout)
+    joint = compiler.trace(args, kwargs, train=True, local=False)
     made = compiler.given(joint, plan) if isinstance(plan, Plan) else compiler.plan(joint)
     return compare(joint, compiler.compile(joint, made), made, copied, args, kwargs)
 

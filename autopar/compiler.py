@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from autopar.plan import Candidate, Plan, PlanReport
 from autopar.plan_file import check_plan_matches
 from autopar.planner import plan_named
 from autopar.program import LocalProgram
+from autopar.randomness import replace_random_ops
 from autopar.show import build_rows, format_bytes, format_time
 from autopar.signature import flatten_inputs
 from autopar.strategies import STRATEGIES
@@ -53,6 +55,7 @@ class Compiler:
         strategy: `auto` or a name in `STRATEGIES`.
         optimizer: whose state counts against the budget.
         batch_dims: overrides of the batch dim, per input path.
+        around_trace: makes a context in which the model is traced.
     """
 
     model: nn.Module
@@ -62,6 +65,7 @@ class Compiler:
     strategy: str = AUTO
     optimizer: str = "adamw"
     batch_dims: Mapping[str, int | None] | None = None
+    around_trace: Callable[[], AbstractContextManager[Any]] = nullcontext
     _traced: tuple[object, JointGraph] | None = field(default=None, repr=False)
     _warned: set[str] = field(default_factory=set, repr=False)
 
@@ -79,8 +83,9 @@ class Compiler:
         key = (shapes, constants, train, modes, local, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
         if self._traced is None or self._traced[0] != key:
             ranks = self.cluster.num_ranks if local else 1
-            joint = normalise(trace(self.model, args, kwargs, num_ranks=ranks, batch_dims=self.batch_dims, train=train))
-            self._traced = (key, joint)
+            with self.around_trace():
+                joint = trace(self.model, args, kwargs, num_ranks=ranks, batch_dims=self.batch_dims, train=train)
+            self._traced = (key, replace_random_ops(normalise(joint)))
         return self._traced[1]
 
     def plan(self, joint: JointGraph) -> Plan:

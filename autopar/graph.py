@@ -13,6 +13,7 @@ import enum
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -109,8 +110,13 @@ def graph_fingerprint(graph: fx.Graph, extra: str = "") -> str:
     digest = hashlib.sha256(extra.encode())
     for node in graph.nodes:
         args = fx.map_arg((node.args, node.kwargs), lambda n: _Ref(index[n]))
-        digest.update(f"{node.op} {node.target} {args!r} {describe_value(node.meta.get('val'))}\n".encode())
+        digest.update(f"{node.op} {_target_text(node.target)} {args!r} {describe_value(node.meta.get('val'))}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def _target_text(target: object) -> str:
+    """A call's target without the address that a plain function's text holds."""
+    return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
 
 
 class _Ref(str):

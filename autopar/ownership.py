@@ -1,51 +1,41 @@
 """Who owns each node of a joint graph: the module it comes from, and whether it is part of the backward pass.
 
-While a model is traced, hooks on its modules annotate each forward node with the innermost active module, and
-AOTAutograd copies the annotation to the backward nodes of the same autograd node.  What is left (sums of
-gradients that meet) belongs to the module that its neighbours have in common.
+While a model is traced, each forward node is annotated with the innermost module whose call is active, and
+AOTAutograd copies the annotation to the backward nodes of the same autograd node.  What is left (sums of gradients
+that meet) belongs to a module that its neighbours have in common.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from torch import fx, nn
+
+from autopar._compat import around_calls
 
 _ANNOTATION = "autopar_module"
 
 
 @contextlib.contextmanager
 def annotate_modules(model: nn.Module) -> Iterator[None]:
-    """While active, nodes traced inside a module's forward carry its path.  Leaves no trace on the model."""
-    outer: list[Any] = []  # the annotations to go back to, one per active forward
-    handles = []
+    """While active, nodes traced inside a module's call carry its path.  Leaves no trace on the model."""
+    with around_calls(model, _annotation):
+        yield
 
-    def enter(path: str) -> Any:
-        def hook(_module: nn.Module, _args: Any) -> None:
-            annotation = fx.traceback.current_meta.get("custom")
-            outer.append(annotation)
-            fx.traceback.current_meta["custom"] = {**(annotation or {}), _ANNOTATION: path}
 
-        return hook
-
-    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-        annotation = outer.pop()
-        if annotation is None:
-            fx.traceback.current_meta.pop("custom", None)
-        else:
-            fx.traceback.current_meta["custom"] = annotation
-
+@contextlib.contextmanager
+def _annotation(path: str) -> Iterator[None]:
+    """As `fx.traceback.annotate`, but indifferent to what else happens to the tracer's metadata inside."""
+    outer = fx.traceback.current_meta.get("custom")
+    fx.traceback.current_meta["custom"] = {**(outer or {}), _ANNOTATION: path}
     try:
-        for path, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(enter(path), prepend=True))
-            # Runs after an exception too, which the caller may catch and go on from.
-            handles.append(module.register_forward_hook(leave, always_call=True))
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        if outer is None:
+            fx.traceback.current_meta.pop("custom", None)
+        else:
+            fx.traceback.current_meta["custom"] = outer
 
 
 def assign_owners(

@@ -170,7 +170,8 @@ def _list_some(words: str, names: list[str]) -> str:
 def _check_storage(name: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> None:
     if len(sharding) != mesh.num_axes:
         raise PlanError(
-            f"the plan gives parameter {name!r} {len(sharding)} placements, but its mesh {mesh} has {mesh.num_axes} axes"
+            f"the plan gives parameter {name!r} {len(sharding)} placements, but its mesh {mesh} has {mesh.num_axes} "
+            "axes: make a new plan"
         )
     for placement in sharding:
         words = f"the plan stores parameter {name!r} as {describe_placement(placement)}"

@@ -102,7 +102,8 @@ def _read_storage(value: Any, where: str, mesh: Mesh) -> Storage:
     sharding = _tuple_of(_placement)(value["sharding"], f"{where}.sharding")
     if len(sharding) != mesh.num_axes:
         raise PlanError(
-            f"{where}.sharding of the plan file has {len(sharding)} placements, but mesh {mesh} has {mesh.num_axes} axes"
+            f"{where}.sharding of the plan file has {len(sharding)} placements, but mesh {mesh} has {mesh.num_axes} "
+            "axes"
         )
     return Storage(sharding, _flag(value["regather"], f"{where}.regather"))
 
@@ -131,7 +132,7 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
 
 
 def _require_keys(value: Mapping[str, Any], wanted: Iterable[str], where: str) -> None:
-    keys = list(wanted)
+    keys = dict.fromkeys(wanted)
     problems = [f"lacks key {_shown(name)}" for name in keys if name not in value]
     problems += [f"has unknown key {_shown(name)}" for name in value if name not in keys]
     if problems:
@@ -225,8 +226,8 @@ def _placement(value: Any, where: str) -> Placement:
 
 
 _PLAN_KEYS = (
-    "schema_version", "autopar", "torch", "graph_fingerprint", "strategy", "mesh", "delay_reduction", "factors", "storage",
-    "report",
+    "schema_version", "autopar", "torch", "graph_fingerprint", "strategy", "mesh", "delay_reduction", "factors",
+    "storage", "report",
 )  # fmt: skip
 
 _RECORDS: dict[Any, dict[str, Reader[Any]]] = {

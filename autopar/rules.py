@@ -128,12 +128,12 @@ _USER_RULES: dict[str, Deriver] = {}
 
 
 def derives(*ops: Any) -> Callable[[Deriver], Deriver]:
-    """Decorator: the function derives the rule of these ops (packets: every overload) from a call."""
+    """Decorator: the function derives the rule of these ops (packets: every overload without side effects) from a call."""
 
     def keep(function: Deriver) -> Deriver:
         for op in ops:
             overloads = [getattr(op, name) for name in op.overloads()] if isinstance(op, torch._ops.OpOverloadPacket) else [op]
-            _DERIVERS.update(dict.fromkeys(overloads, function))
+            _DERIVERS.update((overload, function) for overload in overloads if not overload._schema.is_mutable)
         return function
 
     return keep

@@ -123,7 +123,7 @@ derives(aten.mv)(written("m k, k -> m", linear=[[0], [1]]))
 def addmm(call: Call) -> OpRule:
     """A product with a bias.  The contracted factor stays whole: cut, every rank would add the bias.  (The rewrite first
     takes the op apart where a plan cuts it.)"""
-    batched = call.op is aten.baddbmm.default
+    batched = "batch1" in call.args
     left, right = ("batch1", "batch2") if batched else ("mat1", "mat2")
     lead: Dims = (("b",),) if batched else ()
     out: Dims = (*lead, ("m",), ("n",))
@@ -189,7 +189,7 @@ def _attention_mask(call: Call, name: str, q_heads: tuple[str, ...]) -> Dims:
 
 @derives(
     aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention,
 )
@@ -236,8 +236,8 @@ def attention_backward(call: Call) -> OpRule:
         if call.args.get(mask) is not None:
             inputs[mask] = _attention_mask(call, mask, heads)
     outs: list[Dims] = [query, key, value]
-    for extra in call.outputs[3:]:
-        outs.append(tuple(() for _ in extra.shape) if isinstance(extra, torch.Tensor) else ())
+    if len(call.outputs) > 3:  # the mask's gradient, where an additive mask wants one
+        outs.append(_attention_mask(call, "attn_bias", heads) if call.outputs[3] is not None else ())
     return build(call, inputs, outs, whole=["s", "t", "e", "v"])
 
 
@@ -256,20 +256,26 @@ def embedding(call: Call) -> OpRule:
 def embedding_backward(call: Call) -> OpRule:
     """Each row of the table's gradient sums the positions that used it."""
     index = tuple((f,) for f in names(len(call.shape("indices")), "i"))
+    # Scaling by frequency counts each row's uses over all the indices.
+    whole = ["v", *names(len(index), "i")] if call["scale_grad_by_freq"] else []
     return build(call, {"grad_output": (*index, ("h",)), "indices": index}, [(("v",), ("h",))], lookup={"v": "indices"},
-                 whole=["h"] if call["scale_grad_by_freq"] else [], linear=[["grad_output"]])  # fmt: skip
+                 whole=whole, linear=[["grad_output"]])  # fmt: skip
 
 
 @derives(aten.gather)
 def gather(call: Call) -> OpRule:
-    """One element per index along `dim`; a cut dim is looked up like an embedding table."""
+    """One element per index along `dim`; a cut dim is looked up like an embedding table.
+
+    Another dim in which the index is shorter stays whole: it uses the first positions of the source.
+    """
     source, index = call.shape("self"), call.shape("index")
     rank = len(source)
     dim = call.dim("dim", rank)
     base = names(rank)
     left = tuple(("v",) if i == dim else (f,) if source[i] == index[i] else () for i, f in enumerate(base))
     right = tuple(("j",) if i == dim else (f,) for i, f in enumerate(base))
-    return build(call, {"self": left, "index": right}, [right], lookup={"v": "index"}, linear=[["self"]])
+    whole = [f for i, f in enumerate(base) if i != dim and source[i] != index[i]]
+    return build(call, {"self": left, "index": right}, [right], lookup={"v": "index"}, whole=whole, linear=[["self"]])
 
 
 @derives(aten.index.Tensor)

@@ -66,7 +66,7 @@ def match_view(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims
     return tuple(map(tuple, left)), tuple(map(tuple, right)), frozenset(whole)
 
 
-@derives(aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.flatten, aten.unflatten)
+@derives(aten.view.default, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.flatten, aten.unflatten)
 def view(call: Call) -> OpRule:
     """A change of shape."""
     if 0 in call.out_shape:
@@ -138,6 +138,7 @@ def cut_dim(size: int, *positions: int) -> int:
 
 def _chunked(call: Call, dim: int, grain: int, parts: Sequence[int]) -> OpRule:
     """`self` is cut along `dim` into outputs of these sizes, all multiples of `grain`."""
+    grain = 1 if 0 in parts else grain  # an empty part has no positions to share out
     base = names(len(call.shape("self")))
     outer = [f"c{i}" for i in range(len(parts))]
     left = tuple(("c", "g") if i == dim else (f,) for i, f in enumerate(base))
@@ -173,7 +174,7 @@ def slice_backward(call: Call) -> OpRule:
     dim = call.dim("dim", len(sizes))
     start, end = min(int(call["start"]), sizes[dim]), min(int(call["end"]), sizes[dim])
     grain = cut_dim(sizes[dim], start, end) if int(call["step"]) == 1 else 1
-    return _grown(call, "grad_output", dim, grain)
+    return _grown(call, "grad_output", dim, grain if call.shape("grad_output")[dim] else 1)
 
 
 def _grown(call: Call, source: str, dim: int, grain: int) -> OpRule:
@@ -223,7 +224,8 @@ def cat(call: Call) -> OpRule:
     dim = call.dim("dim", rank)
     if any(len(node.meta["val"].shape) != rank for node in tensors):  # legacy: empty 1-D pieces are skipped
         return opaque(call)
-    grain = cut_dim(*(int(node.meta["val"].shape[dim]) for node in tensors))
+    lengths = [int(node.meta["val"].shape[dim]) for node in tensors]
+    grain = cut_dim(*lengths) if all(lengths) else 1
     base = names(rank)
     lefts: list[Dims] = []
     whole = ["c", *(["g"] if grain == 1 else [])]

@@ -75,7 +75,7 @@ def _result(node: fx.Node, layouts: Layouts) -> Any:
 def _like_operands(node: fx.Node, value: Any, layouts: Layouts) -> Any:
     """A pointwise result lies as its first operand of the same shape that has no holes and no repeats; an op in place
     gives that operand itself."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or node.kwargs.get("memory_format") not in (None, torch.preserve_format):
         return _dense(value)
     assert isinstance(node.target, OpOverload)
     if node.target._schema.is_mutable and isinstance(node.args[0], fx.Node):
@@ -120,10 +120,10 @@ def _dense(value: Any) -> Any:
 
 _FUNCTIONS = {operator.getitem, take_chunk, drop_padding, pad_dim}
 
-_POINTWISE = {torch.ops.aten._to_copy.default}
-"""Pointwise for strides, though a cast is not tagged so."""
+_POINTWISE = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
+"""Pointwise for strides, whatever their tags are."""
 
 _STRIDE_KEEPING = (
-    "aten::clone", "aten::_unsafe_view", "_c10d_functional::wait_tensor",
+    "aten::_unsafe_view", "_c10d_functional::wait_tensor",
     "aten::_scaled_dot_product", "aten::scaled_dot_product_attention",
 )  # fmt: skip

@@ -5,6 +5,7 @@ Preserves numerics exactly.  Placeholders for the rank's position along each mes
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch import fx
 from autopar.mesh import Mesh
 from autopar.passes.propagate import Cut
 from autopar.passes.reshard import is_reshard
-from autopar.placement import Sharding, local_shape
+from autopar.placement import Sharding, is_sharded, local_shape, shard_dim, shard_split
 from autopar.rules import Call, tensor_inputs
 
 aten = torch.ops.aten
@@ -41,6 +42,9 @@ def localise(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
         node.meta["val"] = local_value(value, node.meta["sharding"], mesh)
         if node.op == "call_function" and not is_reshard(node) and isinstance(node.target, torch._ops.OpOverload):
             _localise_sizes(node, value)
+            _make_dense(module.graph, node)
+            if node.target is torch.ops.autopar.uniform.default:
+                _localise_random(node, ranks, mesh)
             rule = node.meta["rule"]
             looked_up = [(a, c) for a, c in enumerate(node.meta["cuts"]) if rule and c and c.factor in rule.lookup]
             if looked_up:
@@ -135,6 +139,11 @@ _RESIZERS: dict[Any, Resizer] = {
     aten.view.default: _reshape,
     aten._unsafe_view.default: _reshape,
     aten.reshape.default: _reshape,
+    aten._reshape_alias.default: _reshape,
+    aten.unflatten.int: _reshape,
+    aten.squeeze.default: _reshape,  # which would drop a dim that is cut down to one position
+    aten.squeeze.dim: _reshape,
+    aten.squeeze.dims: _reshape,
     aten.expand.default: _size,
     aten.full.default: _size,
     aten.zeros.default: _size,
@@ -151,6 +160,32 @@ _RESIZERS: dict[Any, Resizer] = {
     aten.select_backward.default: _select_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
 }
+
+
+_DENSE_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    aten.native_layer_norm_backward.default: ("mean", "rstd"),
+    aten._fused_rms_norm_backward.default: ("rstd",),
+}
+"""Arguments that PyTorch's kernels take to be dense without looking; a slice along an inner dim is not."""
+
+
+def _make_dense(graph: fx.Graph, node: fx.Node) -> None:
+    for name in _DENSE_ARGUMENTS.get(node.target, ()):
+        source = Call(node)[name]
+        if is_reshard(source):
+            with graph.inserting_before(node):
+                node.replace_input_with(source, _Emitter(graph, node)(aten.contiguous.default, (source,), source))
+
+
+def _localise_random(node: fx.Node, ranks: dict[str, fx.Node], mesh: Mesh) -> None:
+    """Tell a random op which part of the whole this rank draws."""
+    cuts: list[Any] = []
+    wanted = [(shard_dim(p), shard_split(p), axis) for axis, p in enumerate(node.meta["sharding"]) if is_sharded(p)]
+    for dim, split, axis in sorted(wanted):
+        outer = math.prod(mesh.sizes[a] for d, s, a in wanted if d == dim and s < split)
+        cuts += [dim, split // outer, mesh.sizes[axis], ranks[mesh.names[axis]]]
+    _, _, *rest = node.args
+    node.args = (list(node.meta["val"].shape), cuts, *rest)
 
 
 # ------------------------------------------------------------------------------------------------------------- lookups

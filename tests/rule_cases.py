@@ -112,9 +112,9 @@ VIEWS = [
     whole(aten.view.default, f(6, 4), [8, 3]),
     whole(aten.view.default, f(0, 6), [6, 0]),
     whole(aten.view.default, f(1), []),
-    case(aten._unsafe_view.default, f(6, 2, 5), [12, 5]),
-    case(aten.reshape.default, f(12, 5), [2, 6, 5]),
-    case(aten._reshape_alias.default, f(12, 5), [6, 2, 5], [10, 5, 1]),
+    case(aten._unsafe_view.default, f(6, 2, 4), [12, 4]),
+    case(aten.reshape.default, f(12, 3), [2, 6, 3]),
+    case(aten._reshape_alias.default, f(12, 4), [6, 2, 4], [8, 4, 1]),
     case(aten.flatten.using_ints, f(2, 6, 3), 0, 1),
     case(aten.flatten.using_ints, f(2, 6, 3), -2),
     case(aten.unflatten.int, f(12, 3), 0, [2, 6]),
@@ -168,7 +168,7 @@ SLICES = [
     case(aten.stack.default, [f(6, 2), f(6, 2), f(6, 2)], -1),
     case(aten.stack.default, [f(6, 2), f(6, 2)]),
     case(aten.constant_pad_nd.default, f(6, 4), [1, 2], 0.5),
-    case(aten.constant_pad_nd.default, f(2, 6, 5), [0, 0, -1, 3]),
+    case(aten.constant_pad_nd.default, f(2, 5, 6), [0, 0, -1, 3]),
     case(aten.constant_pad_nd.default, f(6, 12), [0, 0]),
 ]
 
@@ -257,6 +257,19 @@ PRODUCTS = [
     case(aten.baddbmm.default, f(1, 4), f(6, 3, 5), f(6, 5, 4)),
 ]
 
+
+
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, normal: list[int], rstd: Tensor, weight: Tensor, wanted: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """The CPU has no kernel of its own; this one, like CUDA's, takes the statistics to be dense."""
+    rstd = rstd.as_strided(rstd.shape, torch.empty(rstd.shape, device="meta").stride())
+    normal_x, scaled = x * rstd, grad * weight
+    d_x = rstd * (scaled - normal_x * (scaled * normal_x).mean(-1, keepdim=True))
+    d_weight = (grad * normal_x).flatten(0, -2).sum(0)
+    return (d_x if wanted[0] else None, d_weight if wanted[1] else None)
+
+
 NORMS = [
     case(aten.native_layer_norm.default, f(2, 6, 5), [5], f(5), f(5), 1e-5),
     case(aten.native_layer_norm.default, f(6, 4, 5), [4, 5], None, None, 1e-5),
@@ -267,8 +280,10 @@ NORMS = [
          [True, False, False]),
     case(aten._fused_rms_norm.default, f(2, 6, 5), [5], f(5), 1e-5),
     case(aten._fused_rms_norm.default, f(6, 5), [5], None, None),
-    case(aten._fused_rms_norm_backward.default, f(2, 6, 5), f(2, 6, 5), [5], f(2, 6, 1), f(5), [True, True]),
-    case(aten._fused_rms_norm_backward.default, f(6, 5), f(6, 5), [5], f(6, 1), f(5), [True, False]),
+    Case(aten._fused_rms_norm_backward.default, (f(2, 6, 5), f(2, 6, 5), [5], f(2, 6, 1), f(5), [True, True]),
+         stand_in=_rms_norm_backward),
+    Case(aten._fused_rms_norm_backward.default, (f(6, 5), f(6, 5), [5], f(6, 1), f(5), [True, False]),
+         stand_in=_rms_norm_backward),
 ]  # fmt: skip
 
 LOOKUPS = [
@@ -278,7 +293,7 @@ LOOKUPS = [
     case(aten.embedding_dense_backward.default, f(6, 3, 4), i(6, 3, below=12), 12, -1, False),
     case(aten.embedding_dense_backward.default, f(24, 4), i(24, below=6), 6, 4, False),
     case(aten.embedding_dense_backward.default, f(24, 4), i(24, below=6), 6, 0, False),
-    case(aten.embedding_dense_backward.default, f(24, 4), i(24, below=6), 6, -1, True),
+    case(aten.embedding_dense_backward.default, f(24, 4), i(24, below=7), 7, -1, True),
     case(aten.gather.default, f(6, 12), 1, i(6, 4, below=12)),
     case(aten.gather.default, f(12, 3), -2, i(4, 3, below=12)),
     case(aten.gather.default, f(6, 4), 0, i(3, 2, below=6)),
@@ -411,9 +426,9 @@ def _attention_cases() -> list[Case]:
         (aten._scaled_dot_product_flash_attention_backward.default,
          (q, q, kv, kv, q, lse, None, None, 5, 7, 0.0, False, seed, seed), {}, _flash_backward),
         (aten._scaled_dot_product_efficient_attention_backward.default,
-         (q, q, kv, kv, f(2, 6, 5, 7), q, f(2, 6, 32), seed, seed, 0.0, [True, True, True, True]), {}, _efficient_backward),
+         (q, q, kv, kv, f(2, 6, 5, 7), q, f(2, 6, 32), seed, seed, 0.0, [True] * 4, False), {}, _efficient_backward),
         (aten._scaled_dot_product_efficient_attention_backward.default,
-         (q, q, kv, kv, None, q, f(2, 6, 32), seed, seed, 0.0, [True, True, True, False]), {}, _efficient_backward),
+         (q, q, kv, kv, None, q, f(2, 6, 32), seed, seed, 0.0, [True, True, True, False], True), {}, _efficient_backward),
         (aten._scaled_dot_product_cudnn_attention_backward.default,
          (q, q, kv, kv, q, f(2, 6, 5, 1), seed, seed, f(2, 1, 5, 7), None, None, 5, 7, 0.0, False), {}, _cudnn_backward),
     ])]  # fmt: skip
@@ -425,11 +440,11 @@ WIDENED = [
         (aten.mm.dtype, (f(4, 6), f(6, 3)), lambda a, b, dtype: (a @ b).to(dtype)),
         (aten.bmm.dtype, (f(6, 2, 4), f(6, 4, 3)), lambda a, b, dtype: (a @ b).to(dtype)),
         (aten.addmm.dtype, (f(6), f(4, 5), f(5, 6)), lambda c, a, b, dtype: (c + a @ b).to(dtype)),
-        (aten.baddbmm.dtype, (f(1, 4), f(6, 3, 5), f(6, 5, 4)), lambda c, a, b, dtype: (c + a @ b).to(dtype)),
+        (aten.baddbmm.dtype, (f(6, 3, 4), f(6, 3, 5), f(6, 5, 4)), lambda c, a, b, dtype: (c + a @ b).to(dtype)),
     ]
 ]
 """Products with a result of another dtype, which only CUDA has."""
 
 CASES = [
-    *VIEWS, *SLICES, *POINTWISE, *REDUCTIONS, *PRODUCTS, *NORMS, *LOOKUPS, *CONSTANTS, *_attention_cases(), *WIDENED,
+    *VIEWS, *SLICES, *POINTWISE, *REDUCTIONS, *PRODUCTS, *WIDENED, *NORMS, *LOOKUPS, *CONSTANTS, *_attention_cases(),
 ]  # fmt: skip

@@ -1,0 +1,215 @@
+"""Random ops that do not depend on how their result is cut.
+
+Each random number is a hash of (seed of the step, which random op, global position of the element), as in counter-based
+generators (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).  So the same seed gives the same dropout
+masks on any number of ranks under any plan, and a repeated op repeats its numbers.  They are autopar's numbers, not
+those that the eager op would draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.errors import TraceError
+from autopar.graph import GraphInput, InputKind, JointGraph
+from autopar.rules import Call, derives
+from autopar.rules_compute import constant as fill
+
+aten = torch.ops.aten
+
+_CHUNK = 2**20
+"""Elements hashed at once: bounds the integer temporaries to 8 MiB each."""
+
+
+@torch.library.custom_op("autopar::uniform", mutates_args=())
+def uniform(shape: Sequence[int], cuts: Sequence[int], seed: int, salt: int, device: torch.device) -> Tensor:
+    """Uniform float32 numbers in [0, 1), 24 bits each.
+
+    Args:
+        shape: this rank's shape.
+        cuts: how the rank's part lies in the whole: `dim, split, n, index` for each cut, in the order of cutting: the
+            dim is read as (split, n, rest) and this is part `index` of n.
+        seed: of the step.
+        salt: tells the random ops of a program apart.
+        device: where to put the result.
+    """
+    whole = list(shape)
+    positions = [torch.arange(size, device=device) for size in shape]
+    quads = [tuple(cuts[i : i + 4]) for i in range(0, len(cuts), 4)]
+    for dim, split, n, index in reversed(quads):
+        rest = whole[dim] // split
+        positions[dim] = positions[dim] // rest * (n * rest) + index * rest + positions[dim] % rest
+        whole[dim] *= n
+    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    key = _signed(_mix_int(seed * _GOLDEN + salt))
+    out = torch.empty(list(shape), dtype=torch.float32, device=device)
+    if not shape:
+        return out.copy_(_hash(torch.zeros((), dtype=torch.int64, device=device) + key))
+    rows = max(1, _CHUNK // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        index = torch.full([1] * len(whole), key, dtype=torch.int64, device=device)
+        for dim, (position, stride) in enumerate(zip(positions, strides, strict=True)):
+            part = position[start : start + rows] if dim == 0 else position
+            index = index + (part * stride).reshape([-1 if d == dim else 1 for d in range(len(whole))])
+        out[start : start + rows] = _hash(index)
+    return out
+
+
+@uniform.register_fake
+def _(shape: Sequence[int], cuts: Sequence[int], seed: int, salt: int, device: torch.device) -> Tensor:
+    return torch.empty(list(shape), dtype=torch.float32, device=device)
+
+
+derives(torch.ops.autopar.uniform)(fill)
+
+# SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _signed(value: int) -> int:
+    value %= 2**64
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _mix_int(value: int) -> int:
+    value %= 2**64
+    value = (value ^ value >> 30) * _FIRST % 2**64
+    value = (value ^ value >> 27) * _SECOND % 2**64
+    return value ^ value >> 31
+
+
+def _hash(value: Tensor) -> Tensor:
+    """SplitMix64's output function on int64, whose products wrap; the top 24 bits as a float."""
+    value = value * _signed(_GOLDEN)
+    value = (value ^ _shifted(value, 30)) * _signed(_FIRST)
+    value = (value ^ _shifted(value, 27)) * _signed(_SECOND)
+    value = value ^ _shifted(value, 31)
+    return _shifted(value, 40).to(torch.float32) * 2.0**-24
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right; `>>` keeps the sign."""
+    return (value >> bits) & (2 ** (64 - bits) - 1)
+
+
+class _Draw:
+    """Writes the replacement of one random op."""
+
+    def __init__(self, node: fx.Node, seed: fx.Node, salts: list[int]) -> None:
+        self.node, self.seed, self.salts = node, seed, salts
+
+    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = self.node.graph.call_function(op, args, kwargs)
+        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        new.meta = {"val": op(*values[0], **values[1]), "module": self.node.meta["module"], "backward": self.node.meta["backward"]}
+        return new
+
+    def uniform(self) -> fx.Node:
+        """Fresh numbers of the shape of the op's first output."""
+        value = self.node.meta["val"]
+        value = value[0] if isinstance(value, (tuple, list)) else value
+        self.salts[0] += 1
+        args = (list(value.shape), [], self.seed, self.salts[0], value.device)
+        new = self.node.graph.call_function(torch.ops.autopar.uniform.default, args)
+        with value.fake_mode:
+            drawn = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+        new.meta = {"val": drawn, "module": self.node.meta["module"], "backward": self.node.meta["backward"]}
+        return new
+
+    def cast(self, value: fx.Node) -> fx.Node:
+        """To the dtype of the op's result."""
+        dtype = self.node.meta["val"].dtype
+        return value if value.meta["val"].dtype == dtype else self(aten._to_copy.default, value, dtype=dtype)
+
+
+def _dropout(call: Call, draw: _Draw) -> tuple[fx.Node, ...]:
+    p = float(call["p"])
+    value = call["input"]
+    if call["train"] is False or p == 0:
+        ones = draw(aten.ones_like.default, value, dtype=torch.bool)
+        return value, ones
+    mask = draw(aten.ge.Scalar, draw.uniform(), p)
+    kept = draw(aten.mul.Tensor, value, mask)
+    return draw(aten.mul.Scalar, kept, 0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+def _bernoulli_p(call: Call, draw: _Draw) -> fx.Node:
+    return draw.cast(draw(aten.lt.Scalar, draw.uniform(), float(call["p"])))
+
+
+def _bernoulli(call: Call, draw: _Draw) -> fx.Node:
+    return draw.cast(draw(aten.lt.Tensor, draw.uniform(), call["self"]))
+
+
+def _rand(call: Call, draw: _Draw) -> fx.Node:
+    return draw.cast(draw.uniform())
+
+
+def _randn(call: Call, draw: _Draw) -> fx.Node:
+    """Box and Muller's transform; 1 - u is never zero."""
+    radius = draw(aten.log.default, draw(aten.rsub.Scalar, draw.uniform(), 1))
+    radius = draw(aten.sqrt.default, draw(aten.mul.Scalar, radius, -2.0))
+    angle = draw(aten.cos.default, draw(aten.mul.Scalar, draw.uniform(), 2 * math.pi))
+    return draw.cast(draw(aten.mul.Tensor, radius, angle))
+
+
+_REPLACEMENTS: dict[Any, Callable[[Call, _Draw], fx.Node | tuple[fx.Node, ...]]] = {
+    aten.native_dropout.default: _dropout,
+    aten.bernoulli.p: _bernoulli_p,
+    aten.bernoulli.default: _bernoulli,
+    aten.rand.default: _rand,
+    aten.rand_like.default: _rand,
+    aten.randn.default: _randn,
+    aten.randn_like.default: _randn,
+}
+
+
+def replace_random_ops(joint: JointGraph) -> JointGraph:
+    """Make every random op of a joint graph a function of the step's seed, in place.
+
+    The graph gets one more input, of kind `SEED`, if it has random ops.
+
+    Raises:
+        TraceError: for a random op that has no replacement, with its module.
+    """
+    graph = joint.module.graph
+    random = [node for node in graph.nodes if node.op == "call_function" and _is_random(node)]
+    if not random:
+        return joint
+    with graph.inserting_after(joint.placeholders[-1]):
+        seed = graph.placeholder("seed")
+    seed.meta = {"val": 0, "module": "", "backward": False}
+    joint.inputs = (*joint.inputs, GraphInput(InputKind.SEED, ""))
+    salts = [0]
+    for node in random:
+        replacement = _REPLACEMENTS.get(node.target)
+        if replacement is None:
+            raise TraceError(
+                f"module {node.meta['module'] or '(root)'!r} uses the random op {node.target}, whose numbers would depend on the "
+                "rank: draw them outside the model and pass them in, or use dropout, rand, randn or bernoulli"
+            )
+        with graph.inserting_before(node):
+            results = replacement(Call(node), _Draw(node, seed, salts))
+        if isinstance(results, tuple):
+            for user in list(node.users):
+                user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+                graph.erase_node(user)
+        else:
+            node.replace_all_uses_with(results)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    joint.module.recompile()
+    return joint
+
+
+def _is_random(node: fx.Node) -> bool:
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    # Fused attention is tagged random for its dropout, which is a number here.
+    return Call(node).args.get("dropout_p") != 0
