@@ -144,7 +144,7 @@ def around_calls(model: nn.Module, around: Callable[[str], contextlib.AbstractCo
     def wrapped(module: nn.Module, path: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             with around(path):
-                return module._call_impl(*args, **kwargs)
+                return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         return call
 

@@ -53,7 +53,7 @@ def main():
         num_started = int(os.environ.get("WORLD_SIZE", 1))
         if num_started != num_ranks:
             how = f"torchrun --nproc-per-node {num_ranks} {__file__}"
-            raise SystemExit(f"this program is for {num_ranks} ranks, {num_started} were started: {how}")
+            raise SystemExit(f"needs {num_ranks} ranks and has {num_started}; start it with: {how}")
         if DEVICE == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}

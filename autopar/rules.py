@@ -147,7 +147,7 @@ def rule_for(node: fx.Node) -> OpRule | None:
     if not isinstance(op, torch._ops.OpOverload):
         return None
     deriver = _USER_RULES.get(op.name().removesuffix(".default")) or _DERIVERS.get(op)
-    if deriver is None and torch.Tag.pointwise in op.tags:
+    if deriver is None and torch.Tag.pointwise in op.tags and isinstance(node.meta["val"], (torch.Tensor, tuple, list)):
         deriver = rules_compute.pointwise
     return deriver(Call(node)) if deriver else None
 
@@ -180,9 +180,12 @@ def build(
     sizes: dict[str, int] = dict(known or {})
     shapes = [tuple(node.meta["val"].shape) for _, node in call.named]
     out_shapes = [tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in call.outputs]
-    for dims, shape in zip((*bound, *outputs), (*shapes, *out_shapes), strict=True):
-        if shape is not None:
-            _solve_sizes(call, dims, shape, sizes)
+    num_known = -1
+    while num_known < len(sizes):  # one term's sizes may settle another's
+        num_known = len(sizes)
+        for dims, shape in zip((*bound, *outputs), (*shapes, *out_shapes), strict=True):
+            if shape is not None:
+                _solve_sizes(call, dims, shape, sizes)
     _check_sizes(call, (*bound, *outputs), (*shapes, *out_shapes), sizes)
     return OpRule(
         tuple(bound),
@@ -268,7 +271,10 @@ def written(text: str, *, reduce: Mapping[str, str] | None = None, linear: Seque
         for (name, _), dims in zip(call.named, ins, strict=True):
             by_name.setdefault(name, []).append(dims)
         rule = build(call, by_name, outs, whole=whole, reduce=reduce)
-        return OpRule(rule.inputs, rule.outputs, rule.sizes, rule.whole, rule.reduce,
+        # The op would have to be told to make a part of a factor that no input brings: it stays whole.
+        given = {name for dims in rule.inputs for group in dims for name in group}
+        kept = rule.whole | {name for name in rule.factors if name not in given}
+        return OpRule(rule.inputs, rule.outputs, rule.sizes, kept, rule.reduce,
                       tuple(frozenset(group) for group in linear), rule.lookup)  # fmt: skip
 
     return derive

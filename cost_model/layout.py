@@ -65,6 +65,8 @@ def _result(node: fx.Node, layouts: Layouts) -> Any:
     if not isinstance(target, OpOverload):
         is_number = not isinstance(value, (torch.Tensor, tuple, list))
         return _run(node, layouts) if is_number or target in _FUNCTIONS else _dense(value)
+    if target is torch.ops._c10d_functional.wait_tensor.default:
+        return layouts[node.all_input_nodes[0]]
     if torch.Tag.pointwise in target.tags or target in _POINTWISE:
         return _like_operands(node, value, layouts)
     if any(r.alias_info for r in target._schema.returns) or str(target._schema.name).startswith(_STRIDE_KEEPING):
@@ -124,6 +126,5 @@ _POINTWISE = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
 """Pointwise for strides, whatever their tags are."""
 
 _STRIDE_KEEPING = (
-    "aten::_unsafe_view", "_c10d_functional::wait_tensor",
-    "aten::_scaled_dot_product", "aten::scaled_dot_product_attention",
+    "aten::_unsafe_view", "aten::_scaled_dot_product", "aten::scaled_dot_product_attention",
 )  # fmt: skip

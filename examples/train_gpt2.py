@@ -26,12 +26,12 @@ import autopar
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rows", type=int, default=16, help="rows of the global batch")
     parser.add_argument("--seq", type=int, default=64, help="bytes in a row")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--strategy", default="auto", help="auto, ddp, zero3, tp, fsdp+tp, …")
     parser.add_argument("--mem-gb", type=float, default=4.0, help="GiB that one device may use")
     parser.add_argument("--out", default="demo_out", help="folder for the rewritten graph and the plan")

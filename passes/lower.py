@@ -64,9 +64,10 @@ def steps(source: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Step]:
 
     def legal(axis: int) -> bool:
         now, then = state[axis], target[axis]
-        return (not is_sharded(now) or free(axis, now)) and (
-            not is_sharded(then) or (free(axis, then) and next_inside(axis, then))
-        )
+        if is_sharded(now) and not free(axis, now):
+            return False
+        after = (*state[:axis], then, *state[axis + 1 :])
+        return not is_sharded(then) or (free(axis, then) and next_inside(axis, then) and _in_order(after, mesh))
 
     orders: tuple[Callable[[Placement, Placement], bool], ...] = (
         lambda now, then: isinstance(now, Replicate) and is_sharded(then),
@@ -86,6 +87,12 @@ def steps(source: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Step]:
         assert not isinstance(then, Partial), f"cannot make {state[axis]} partial"
         yield axis, state[axis], then
         state[axis] = then
+
+
+def _in_order(state: Sharding, mesh: Mesh) -> bool:
+    """Whether the cuts of each dim nest: a split counts whole parts that the axes with a smaller split make."""
+    made = [(shard_dim(p), shard_split(p), n) for p, n in zip(state, mesh.sizes, strict=True) if is_sharded(p)]
+    return all(split % math.prod(n for d, s, n in made if d == dim and s < split) == 0 for dim, split, _ in made)
 
 
 class _Lowering:

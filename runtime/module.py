@@ -18,11 +18,10 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import BatchError, InputError, MeshError, PlanError, StaleModelError
 from autopar.graph import describe_value
 from autopar.mesh import Mesh
-from autopar.placement import Replicate, Sharding
 from autopar.plan import Plan
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import BoundStep, CompiledStep
-from autopar.runtime.parameters import Layout, ShardedParameters, full_to_placed, storage_shardings
+from autopar.runtime.parameters import Layout, ShardedParameters, full_to_placed, planned, unplanned
 
 Compile = Callable[[tuple[Any, ...], dict[str, Any], bool, Plan], CompiledStep]
 """`compile(args, kwargs, train, plan)`: the program for a call with this rank's example inputs.  Called on every rank;
@@ -77,7 +76,7 @@ class ParallelModule(nn.Module):
         Args:
             model: the whole model, on every rank.  If values differ between ranks, rank 0's win.
             device_mesh: a mesh of all ranks of the job.
-            plan: what was decided; without one, parameters become replicated DTensors now and `decide` is asked
+            plan: what was decided; without one, parameters become DTensors now, move later, and `decide` is asked
                 when the first call shows the shapes.
             compile, decide, flatten: the stages above the runtime, given by the facade.
             control: the ranks' way to agree; made here if it is not given.
@@ -99,12 +98,8 @@ class ParallelModule(nn.Module):
         _check_covers(device_mesh)
         self._plan = plan
         self._layout = self._layout_for(plan.mesh if plan else None)
-        self._sharded = ShardedParameters(
-            model,
-            self._control,
-            self._layout,
-            storage_shardings(plan.storage) if plan else _Everywhere(self._layout.mesh),
-        )
+        rest = planned(plan.storage) if plan else unplanned(self._layout)
+        self._sharded = ShardedParameters(model, self._control, self._layout, rest)
         self._steps: OrderedDict[Hashable, tuple[int, BoundStep]] = OrderedDict()
         self._num_compiled = self._num_forwards = 0
         self._base_seed = self._control.gather(torch.initial_seed())[0] % 2**40
@@ -258,7 +253,7 @@ class ParallelModule(nn.Module):
 
     def _adopt(self, plan: Plan) -> None:
         self._layout = self._layout_for(plan.mesh)
-        self._sharded.move(self._layout, storage_shardings(plan.storage))
+        self._sharded.move(self._layout, planned(plan.storage))
         self._plan = plan
 
     def _layout_for(self, mesh: Mesh | None) -> Layout:
@@ -318,25 +313,6 @@ class ParallelModule(nn.Module):
             if model is None or name.startswith("__"):
                 raise
             return getattr(model, name)
-
-
-class _Everywhere(Mapping[str, Sharding]):
-    """Every parameter whole on every rank, whatever its name."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._sharding = (Replicate(),) * mesh.num_axes
-
-    def __getitem__(self, name: str) -> Sharding:
-        return self._sharding
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 class _Buffers(Mapping[str, Tensor]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
@@ -15,12 +15,16 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import broadcast_coalesced
 from autopar.errors import InputError, PlanError, StaleModelError
 from autopar.mesh import Mesh
-from autopar.placement import Sharding, describe_sharding
+from autopar.placement import Replicate, Shard, Sharding, describe_sharding
 from autopar.plan import Storage
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.sharding import device_placements, shard_tensor
 
 _BROADCAST_BYTES = 256 * 2**20  # DDP's default: large enough for bandwidth, small enough for memory
+
+
+Rest = Callable[[Sequence[str], Tensor], Sharding]
+"""Says how a parameter, given by its names and global shape, lies between steps."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,7 @@ class ShardedParameters:
     traffic.
     """
 
-    def __init__(
-        self, model: nn.Module, control: ControlGroup, layout: Layout, shardings: Mapping[str, Sharding]
-    ) -> None:
+    def __init__(self, model: nn.Module, control: ControlGroup, layout: Layout, rest: Rest) -> None:
         owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
         parameters: dict[int, nn.Parameter] = {}
         for prefix, module in model.named_modules():
@@ -82,7 +84,8 @@ class ShardedParameters:
                     owners.setdefault(id(parameter), []).append((_join(prefix, attribute), module, attribute))
         _check_real(model)
         _share_values([*parameters.values(), *model.buffers()], control, layout.device)
-        self._slots = [self._shard(parameter, owners[key], layout, shardings) for key, parameter in parameters.items()]
+        # Popped one by one, so that each whole parameter is freed as soon as its part is made.
+        self._slots = [self._shard(parameters.pop(key), owners[key], layout, rest) for key in list(parameters)]
         for module in model.modules():
             for attribute, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != layout.device:
@@ -94,22 +97,24 @@ class ShardedParameters:
         full: nn.Parameter,
         owners: list[tuple[str, nn.Module, str]],
         layout: Layout,
-        shardings: Mapping[str, Sharding],
+        rest: Rest,
     ) -> _Slot:
         names = tuple(name for name, _, _ in owners)
-        sharding = _sharding_of(names, shardings)
+        sharding = rest(names, full)
         with torch.no_grad():
             parameter = _to_parameter(full.detach(), sharding, layout, full.requires_grad)
         for _, module, attribute in owners:
             module._parameters[attribute] = cast(nn.Parameter, parameter)
         return _Slot(names, parameter, full.requires_grad, parameter.shape, parameter.dtype, sharding)
 
-    def move(self, layout: Layout, shardings: Mapping[str, Sharding]) -> None:
-        """Move replicated parameters to planned places, keeping each parameter object (an optimizer may hold it)."""
-        for slot in self._slots:
-            sharding = _sharding_of(slot.names, shardings)
+    def move(self, layout: Layout, rest: Rest) -> None:
+        """Move parameters to planned places, one after the other, keeping each object: an optimizer may hold it."""
+        shardings = [rest(slot.names, slot.parameter) for slot in self._slots]
+        for sharding in shardings:
+            device_placements(sharding, layout.mesh)  # refuse a bad plan before anything moves
+        for slot, sharding in zip(self._slots, shardings, strict=True):
             with torch.no_grad():
-                moved = _to_parameter(slot.parameter.to_local(), sharding, layout, slot.parameter.requires_grad)
+                moved = _to_parameter(slot.parameter.full_tensor(), sharding, layout, slot.parameter.requires_grad)
             torch.utils.swap_tensors(slot.parameter, moved)  # type: ignore[no-untyped-call]
             slot.sharding = sharding
 
@@ -197,9 +202,31 @@ def full_to_placed(full: Tensor, like: DTensor, sharding: Sharding, layout: Layo
     return _to_dtensor(local, like.shape, sharding, layout)
 
 
-def storage_shardings(storage: Mapping[str, Storage]) -> dict[str, Sharding]:
-    """Where each parameter of a plan rests."""
-    return {name: one.sharding for name, one in storage.items()}
+def planned(storage: Mapping[str, Storage]) -> Rest:
+    """Rest as a plan says."""
+
+    def rest(names: Sequence[str], parameter: Tensor) -> Sharding:
+        found = {name: storage[name].sharding for name in names if name in storage}
+        if not found:
+            raise PlanError(
+                f"the plan does not say how parameter {names[0]!r} of shape {list(parameter.shape)} rests; it knows "
+                f"{len(storage)} parameters: was it made for another model?"
+            )
+        if len(set(found.values())) > 1:
+            raise PlanError(f"the plan cuts one tied parameter in different ways: {', '.join(map(repr, found))}")
+        return next(iter(found.values()))
+
+    return rest
+
+
+def unplanned(layout: Layout) -> Rest:
+    """Rest until there is a plan: where the values are if they need not move, else cut, for the model may not fit."""
+
+    def rest(names: Sequence[str], parameter: Tensor) -> Sharding:
+        whole = parameter.device.type == layout.device.type or parameter.dim() == 0
+        return (Replicate() if whole else Shard(0),) * layout.mesh.num_axes
+
+    return rest
 
 
 def wrap_gradient(local: Tensor, parameter: DTensor) -> DTensor:
@@ -226,18 +253,6 @@ def _to_dtensor(local: Tensor, shape: torch.Size, sharding: Sharding, layout: La
     stride = torch.empty(shape, device="meta").stride()
     placements = device_placements(sharding, layout.mesh)
     return DTensor.from_local(local, layout.device_mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _sharding_of(names: Sequence[str], shardings: Mapping[str, Sharding]) -> Sharding:
-    found = {name: shardings[name] for name in names if name in shardings}
-    if not found:
-        raise PlanError(
-            f"the plan does not say how parameter {names[0]!r} rests; it knows {len(shardings)} parameters: was it "
-            "made for another model?"
-        )
-    if len(set(found.values())) > 1:
-        raise PlanError(f"the plan cuts one tied parameter in different ways: {', '.join(map(repr, found))}")
-    return next(iter(found.values()))
 
 
 def _check_real(model: nn.Module) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autopar import randomness  # noqa: F401  (registers an op and its rule)
+
 aten = torch.ops.aten
 F64 = torch.float64
 
@@ -315,6 +317,7 @@ CONSTANTS = [
     case(aten.new_ones.default, f(5), [6, 2], dtype=torch.bool),
     case(aten.new_full.default, f(5), [6, 2], 3),
     shape_only(aten.new_empty.default, f(5), [6, 2]),
+    case(torch.ops.autopar.uniform.default, [6, 2, 4], [], 7, 3, torch.device("cpu")),
     whole(aten.arange.default, 6),
     whole(aten.arange.start, 2, 8),
     whole(aten.arange.start_step, 2, 14, 2),

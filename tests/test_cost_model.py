@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar._compat import TorchDispatchMode
 from autopar.cluster import Cluster, Device, Link
 from autopar.cost_model.collectives import collective_time, num_hops, wire_bytes
 from autopar.cost_model.memory import CONTEXT_BYTES, NCCL_BYTES, OPTIMIZERS, at_rest, memory_profile
@@ -319,59 +317,6 @@ def test_training_step_by_hand() -> None:
     assert profile.peak_at == "optimizer:step"
     assert (profile.peak.params, profile.peak.grads, profile.peak.optimizer) == (120, 120, 240)
     assert (profile.peak.activations, profile.peak.temporaries, profile.peak.reserve) == (48 + 80, 240, 0)
-
-
-class AllocationMeter(TorchDispatchMode):
-    """Bytes of the storages that ops make, as they come and go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[int] = set()
-        self.now = 0
-        self.after_op: list[int] = []
-
-    def hold(self, tensor: torch.Tensor, counted: bool = True) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.seen:
-            self.seen.add(storage._cdata)
-            num_bytes = storage.nbytes() if counted else 0
-            self.now += num_bytes
-            weakref.finalize(storage, self.release, storage._cdata, num_bytes)
-
-    def release(self, key: int, num_bytes: int) -> None:
-        self.seen.discard(key)
-        self.now -= num_bytes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, (tuple, list)) else (result,):
-            self.hold(value)
-        self.after_op.append(self.now)
-        return result
-
-
-def test_liveness_is_what_happens_when_the_graphs_run() -> None:
-    """The generated code of forward and backward on real tensors, beside the prediction, op by op."""
-    program = training_step(batch=64)
-    assert program.backward is not None
-    w, x, tangent = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, 5), (64, 3), (64, 5)))
-    permanent = 3 * w.nbytes + x.nbytes  # the parameter, its two moments, the input
-    with AllocationMeter() as meter:
-        for tensor in (w, x):
-            meter.hold(tensor, counted=False)
-        y, *saved = program.forward.module(w, x)
-        meter.hold(tangent)
-        # The last argument lives on in this frame, as it does in autograd's; the saved ones are handed over.
-        order = {spec.path: value for spec, value in zip(program.forward.outputs[1:], saved, strict=True)}
-        boxed = [order[spec.path] for spec in program.backward.inputs[:-1]] + [tangent]
-        order.clear()
-        saved.clear()
-        grads = fx.Interpreter(program.backward.module).boxed_run(boxed)
-    predicted = dict(memory_profile(program, toy_cluster(1)).timeline)
-    ops = [name for name in predicted if "output" not in name and "optimizer" not in name]
-    assert [predicted[name] - permanent for name in ops] == meter.after_op
-    assert len(grads) == 1
-    assert y.shape == (64, 5)
 
 
 def test_split_parts_keep_the_whole_alive() -> None:

@@ -138,13 +138,29 @@ def test_readme_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{name} links to {target}"
 
 
-def test_plain_module_example_trains_on_two_processes() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def run_example(name: str, num_ranks: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run a file of `examples/` on CPU processes."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(
-        [*command, str(ROOT / "examples" / "plain_module.py")], capture_output=True, text=True, env=env, check=False
-    )
+    command = [*launch, str(ROOT / "examples" / name), *flags]
+    run = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+    return run
+
+
+def test_plain_module_example_trains_on_two_processes() -> None:
+    run = run_example("plain_module.py", 2)
     losses = [float(x) for x in re.findall(r"^step +\d+  loss (\d+\.\d+)$", run.stdout, re.MULTILINE)]
-    assert len(losses) == 10, run.stdout
+    assert len(losses) == 6, run.stdout
     assert losses[-1] < 0.5 * losses[0]
+    assert "autopar plan: " in run.stdout
+
+
+@pytest.mark.slow
+def test_demo_follows_the_single_device(tmp_path: Path) -> None:
+    run = run_example("train_gpt2.py", 4, "--steps", "6", "--layers", "1", "--strategy", "tp", "--out", str(tmp_path))
+    difference = re.search(r"largest difference .*: (\S+)$", run.stdout, re.MULTILINE)
+    assert difference is not None, run.stdout
+    assert float(difference.group(1)) < 1e-5
+    assert "autopar plan: tp " in run.stdout
+    assert (tmp_path / "plan.json").exists()

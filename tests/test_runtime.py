@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import operator
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from handwritten import GRID, OUT, WIDTH, Mlp, Stages, plan_of
+from handwritten import GRID, OUT, ROW, WIDTH, GraphWriter, Mlp, Stages, plan_of
 from pool import RankError, RankPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autopar import errors
+from autopar.graph import InputKind, OutputKind
 from autopar.placement import Replicate, Shard, Sharding, shard
+from autopar.plan import Plan, Storage
+from autopar.program import LocalGraph, LocalProgram
 from autopar.runtime.control import ControlGroup
+from autopar.runtime.execution import CompiledStep
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.parameters import Layout, ShardedParameters
+from autopar.runtime.parameters import Layout, ShardedParameters, planned
 from autopar.runtime.sharding import device_placements
 
 ROWS = 3  # on each rank
@@ -363,6 +369,143 @@ def test_old_programs_are_dropped(gloo4: RankPool) -> None:
     gloo4.run(specialisations)
 
 
+class Custom:
+    """The forward and backward graphs of a test, as the stage above gives them."""
+
+    def __init__(self, forward: LocalGraph, backward: LocalGraph | None) -> None:
+        self.program = LocalProgram(ROW, forward, forward, backward)
+
+    def module(self, model: nn.Module) -> ParallelModule:
+        storage = {name: Storage((Replicate(),)) for name, _ in model.named_parameters()}
+        return ParallelModule(
+            model,
+            init_device_mesh("cpu", (4,)),
+            Plan("custom", ROW, (), storage),
+            compile=lambda *_: CompiledStep(self.program, tuple),
+            flatten=lambda args, _: ([(str(i), value) for i, value in enumerate(args)], ()),
+        )
+
+
+class TwoBiases(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.arange(3.0)) for _ in range(2))
+        self.register_buffer("last", torch.zeros(3))
+
+
+def shared_memory(tangent_itself: bool) -> None:
+    """Two gradients that are one value, a gradient that is the tangent, outputs that are inputs, a saved old buffer."""
+    f, b = GraphWriter(), GraphWriter()
+    a, bias = f.input(InputKind.PARAM, "a"), f.input(InputKind.PARAM, "b")
+    last, x = f.input(InputKind.BUFFER, "last"), f.input(InputKind.INPUT, "0")
+    y = f(torch.ops.aten.add.Tensor, f(torch.ops.aten.add.Tensor, a, bias), x)
+    forward = f.finish(
+        [
+            (OutputKind.OUTPUT, "y", y, (Replicate(),)),
+            (OutputKind.OUTPUT, "x", f(torch.ops.aten.view.default, x, [3]), None),
+            (OutputKind.OUTPUT, "a", a, None),
+            (OutputKind.MUTATION, "last", y, None),
+            (OutputKind.SAVED, "old", last, None),
+        ]
+    )
+    old, tangent = b.input(InputKind.SAVED, "old"), b.input(InputKind.TANGENT, "y", torch.empty(3, device="meta"))
+    if tangent_itself:
+        gradient = b(torch.ops.aten.view.default, tangent, [3])
+    else:
+        gradient = b(torch.ops.aten.mul.Tensor, tangent, b(torch.ops.aten.add.Tensor, old, 1))
+    backward = b.finish([(OutputKind.GRADIENT, name, gradient, None) for name in ("a", "b")])
+    model = TwoBiases()
+    pm = Custom(forward, backward).module(model)
+    x_value = torch.ones(3)
+    y_value, x_out, a_out = pm(x_value)
+    assert y_value.requires_grad
+    assert not x_out.requires_grad
+    assert not a_out.requires_grad
+    x_out.zero_()
+    a_out.zero_()
+    assert torch.equal(x_value, torch.ones(3))
+    assert torch.equal(pm.a.full_tensor(), torch.arange(3.0))
+    assert torch.equal(model.last, torch.tensor([1.0, 3.0, 5.0]))
+    tangent_value = torch.full((3,), 2.0)
+    y_value.backward(tangent_value)
+    pm.a.grad.mul_(10)
+    assert torch.equal(pm.b.grad.full_tensor(), torch.full((3,), 2.0))
+    assert torch.equal(tangent_value, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("tangent_itself", [False, True])
+def test_values_that_share_memory_are_kept_apart(gloo4: RankPool, tangent_itself: bool) -> None:
+    gloo4.run(shared_memory, tangent_itself)
+
+
+def seeds() -> list[int]:
+    w = GraphWriter()
+    w.input(InputKind.PARAM, "a")
+    seed = w(operator.mul, w.input(InputKind.SEED, ""), 1)
+    torch.manual_seed(dist.get_rank())
+    pm = Custom(w.finish([(OutputKind.OUTPUT, "seed", seed, None)]), None).module(TwoBiases())
+    return [pm()[0] for _ in range(3)]
+
+
+def test_seeds_are_equal_on_all_ranks_and_new_at_each_call(gloo4: RankPool) -> None:
+    results = gloo4.run(seeds)
+    assert results == [results[0]] * 4
+    assert len(set(results[0])) == 3
+
+
+def freed() -> None:
+    """Saved values die while backward runs, at their last use, not after it."""
+    pm, _, stages = make("ddp")
+    alive: list[weakref.ref[Tensor]] = []
+    seen: list[int] = []
+
+    def count_alive(value: Tensor) -> Tensor:
+        seen.append(sum(one() is not None for one in alive))
+        return value
+
+    def compile_(args: Any, kwargs: Any, train: bool, plan: Plan) -> CompiledStep:
+        compiled = stages.compile(args, kwargs, train, plan)
+        assert compiled.program.backward is not None
+        module = compiled.program.backward.module
+        output = module.graph.output_node()
+        with module.graph.inserting_before(output):
+            last = module.graph.call_function(count_alive, (output.args[0][-1],))  # type: ignore[index]
+        output.args = ((*output.args[0][:-1], last),)  # type: ignore[index]
+        return compiled
+
+    def unpack(value: Tensor) -> Tensor:
+        copy = value.clone()
+        alive.append(weakref.ref(copy))
+        return copy
+
+    pm._compile_step = compile_
+    x, target = batch(0)
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: value, unpack):
+        loss = pm(mine(x), target=mine(target))["loss"]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert len(alive) == 8
+    assert seen == [0, 0]
+
+
+def test_saved_values_die_at_their_last_use(gloo4: RankPool) -> None:
+    gloo4.run(freed)
+
+
+def frozen() -> None:
+    """Freezing after `parallelize` and before planning is allowed."""
+    pm, _, _ = make("ddp", lazy=True)
+    pm.get_parameter("up.bias").requires_grad_(False)
+    x, target = batch(0)
+    pm(mine(x), target=mine(target))["loss"].backward()
+    assert pm.get_parameter("up.bias").grad is None
+    assert pm.get_parameter("up.weight").grad is not None
+
+
+def test_parameters_may_be_frozen_before_planning(gloo4: RankPool) -> None:
+    gloo4.run(frozen)
+
+
 LAYOUTS: list[Sharding] = [
     (Shard(0), Replicate()),
     (Shard(0), Shard(0)),
@@ -384,10 +527,15 @@ def placements() -> None:
             torch.manual_seed(0)
             model = nn.Linear(3, size, bias=False)
             full = model.weight.detach().clone()
-            sharded = ShardedParameters(model, ControlGroup(), layout, {"weight": sharding})
+            sharded = ShardedParameters(model, ControlGroup(), layout, planned({"weight": Storage(sharding)}))
             assert isinstance(model.weight, DTensor)
             assert torch.equal(model.weight.full_tensor(), full), (sharding, size)
             assert sharded.by_name == {"weight": model.weight}
+            weight = model.weight
+            sharded.move(layout, planned({"weight": Storage((Shard(1), Shard(0)))}))
+            assert model.weight is weight
+            assert torch.equal(weight.full_tensor(), full)
+            assert weight.placements == (Shard(1), Shard(0))
 
 
 def test_layouts_are_those_of_dtensor(gloo4: RankPool) -> None:
