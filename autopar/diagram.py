@@ -80,9 +80,13 @@ class Box:
             yield from child.walk()
 
     def contents(self) -> tuple[object, ...]:
-        """What must be equal for two boxes to be folded."""
+        """What must be equal for two boxes to be folded.
+
+        Operators tell modules apart that have nothing inside, such as a linear layer from an activation; of a block
+        they may differ in what the first one computes for all, such as a mask.
+        """
         inside = tuple((child.label, child.contents()) for child in self.children)
-        return (self.count, self.calls, self.output, self.ops, inside)
+        return (self.count, self.calls, self.output, inside or self.ops)
 
 
 def module_boxes(program: LocalProgram, max_boxes: int = MAX_BOXES) -> Box:

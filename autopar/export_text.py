@@ -18,7 +18,7 @@ from autopar._compat import OpOverload
 from autopar.errors import InputError
 from autopar.export_constants import Constants
 from autopar.export_step import VALUE, step_text
-from autopar.graph import InputKind, describe_value
+from autopar.graph import GraphInput, GraphOutput, InputKind, describe_value
 from autopar.mesh import Mesh
 from autopar.placement import Sharding, describe_sharding, is_sharded, shard_dim
 from autopar.plan import Plan
@@ -56,8 +56,8 @@ def program_text(program: LocalProgram, plan: Plan) -> ProgramText:
         constants,
         VALUE,
         *functions,
-        _values("INPUTS", {name: writer.input_values(graph) for name, graph in graphs.items()}),
-        _values("OUTPUTS", {name: writer.output_values(graph) for name, graph in graphs.items()}),
+        _values("INPUTS", {name: writer.arguments(graph) for name, graph in graphs.items()}),
+        _values("OUTPUTS", {name: writer.results(graph) for name, graph in graphs.items()}),
         step_text(program.backward is not None),
     ]
     return ProgramText("\n\n\n".join(s.strip("\n") for s in sections if s) + "\n", files)
@@ -96,9 +96,9 @@ class _Writer:
             return f"{alias}.{rest}"
         if target in _INFIX or target is operator.getitem:
             return ""
-        module = str(getattr(target, "__module__", "")).replace("_operator", "operator")
-        name = str(getattr(target, "__qualname__", ""))
-        if getattr(sys.modules.get(module), name, None) is not target:
+        module, name = str(getattr(target, "__module__", "")), str(getattr(target, "__qualname__", ""))
+        module = "operator" if module == "_operator" else module
+        if module == "__main__" or getattr(sys.modules.get(module), name, None) is not target:
             raise InputError(f"node {node.name} calls {target!r:.100}, which cannot be imported by name")
         if module == "autopar.local_ops":
             self.local_ops.add(name)
@@ -145,8 +145,8 @@ class _Writer:
             lines.append(_line(call, self._about(node), CODE_COLUMN))
         lines.append("    return (")
         returned: Sequence[Any] = graph.module.graph.output_node().args[0]  # type: ignore[assignment]
-        for spec, value, sharding in zip(graph.outputs, returned, graph.output_shardings, strict=True):
-            words = (spec.kind.value, spec.path, *self._shape_words(value), self._words(sharding))
+        for result, value, sharding in zip(graph.outputs, returned, graph.output_shardings, strict=True):
+            words = (result.kind.value, result.path, *self._shape_words(value), self._words(sharding))
             lines.append(_line(f"        {literal(fx.map_arg(value, names.__getitem__))},", words))
         return "\n".join([*lines, "    )"])
 
@@ -170,7 +170,7 @@ class _Writer:
             return f"CONSTANTS[{literal(name)}]" + (".to(DEVICE)" if there else "")
         if node.op != "call_function":
             raise InputError(f"node {node.name} is a {node.op} node; a local program has none")
-        args = list(fx.map_arg(node.args, names.__getitem__))  # type: ignore[arg-type]
+        args = list(fx.map_arg(node.args, names.__getitem__))
         if node.target in COLLECTIVE_KINDS:
             args[-1] = Name(f'groups["{collective_axis(node)}"]')
         if node.target is operator.getitem:
@@ -218,30 +218,25 @@ class _Writer:
 
     # -- descriptions as data
 
-    def input_values(self, graph: LocalGraph) -> list[str]:
+    def arguments(self, graph: LocalGraph) -> list[str]:
         """`Value(…)` of each argument."""
         nodes = graph.module.graph.find_nodes(op="placeholder")
-        return [
-            self._value(spec.kind.value, spec.path, node, sharding)
-            for spec, node, sharding in zip(graph.inputs, nodes, graph.input_shardings, strict=True)
-        ]
+        return list(map(self._value, graph.inputs, nodes, graph.input_shardings))
 
-    def output_values(self, graph: LocalGraph) -> list[str]:
+    def results(self, graph: LocalGraph) -> list[str]:
         """`Value(…)` of each result."""
         nodes: Sequence[Any] = graph.module.graph.output_node().args[0]  # type: ignore[assignment]
-        return [
-            self._value(spec.kind.value, spec.path, node, sharding)
-            for spec, node, sharding in zip(graph.outputs, nodes, graph.output_shardings, strict=True)
-        ]
+        return list(map(self._value, graph.outputs, nodes, graph.output_shardings))
 
-    def _value(self, kind: str, path: str, node: Any, sharding: Sharding | None) -> str:
+    def _value(self, spec: GraphInput | GraphOutput, node: Any, sharding: Sharding | None) -> str:
+        kind = spec.kind.value
         value = node.meta.get("val") if isinstance(node, fx.Node) and kind not in _NUMBERS else None
         dtype, local, whole = None, None, None
         if isinstance(value, torch.Tensor):
             dtype, local, whole = value.dtype, tuple(value.shape), node.meta.get("global_shape")
         placed = zip(self.mesh.names, sharding or (), strict=False)
         cuts = {axis: shard_dim(placement) for axis, placement in placed if is_sharded(placement)}
-        fields = (kind, path, dtype, local, None if whole is None else tuple(whole), cuts, self._words(sharding))
+        fields = (kind, spec.path, dtype, local, None if whole is None else tuple(whole), cuts, self._words(sharding))
         return f"Value({', '.join(map(literal, fields))})"
 
 
@@ -297,6 +292,8 @@ _INFIX: dict[Callable[..., Any], str] = {
 }  # fmt: skip
 _NUMBERS = {InputKind.RANK.value, InputKind.SEED.value}
 _OWN_NAMES = {
-    "Any", "CONSTANTS", "DEVICE", "INPUTS", "MESH", "NamedTuple", "OUTPUTS", "Value", "backward", "dist", "forward",
-    "groups", "init_device_mesh", "math", "numpy", "os", "torch",
+    "Any", "CONSTANTS", "DEVICE", "INPUTS", "MESH", "NamedTuple", "OUTPUTS", "Value", "_load", "backward", "dist",
+    "example", "forward", "groups", "init_device_mesh", "local_shape", "main", "math", "numpy", "operator", "os",
+    "run_step", "torch",
 }  # fmt: skip
+"""What the file itself defines or imports.  Nodes and namespaces that are called so get another name."""

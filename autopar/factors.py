@@ -75,8 +75,8 @@ def unify(left: Iterable[Factor], right: Iterable[Factor]) -> bool:
             b.extendleft(reversed(leaves([y])))
         else:
             return False
-        # A factor cut or merged above may stand again further down either list.
-        a, b = deque(leaves(a)), deque(leaves(b))
+        if a and b:  # a factor cut or merged above may stand again further down either list
+            a, b = deque(leaves(a)), deque(leaves(b))
     return not a and not b
 
 
@@ -148,7 +148,9 @@ def analyse(joint: JointGraph) -> FactorAnalysis:
             if isinstance(value, torch.Tensor):
                 found.dims[node, index] = tuple(Factor(int(size)) for size in value.shape)
         if node.op == "call_function":
-            rule = rule_for(node)
+            if "rule" not in node.meta:
+                node.meta["rule"] = rule_for(node)
+            rule = node.meta["rule"]
             if rule is None:
                 found.replicated.append(node)
             else:

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,8 +57,13 @@ def plan_to_json(plan: Plan) -> str:
         text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise PlanError(f"the plan cannot be written as JSON: {error}") from error
+    text = _FLAT_LIST.sub(lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", text)
     plan_from_json(text)
     return text
+
+
+_FLAT_LIST = re.compile(r"\[\n *([^\[\]{}]*?)\n *\]")
+"""A list of numbers or strings, which reads better on one line.  Line ends never occur inside a JSON string."""
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ import dataclasses
 import datetime
 import gc
 import json
+import math
 import os
 import statistics
 import sys
@@ -30,6 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.placement import local_shape
 from benchmarks import netlab
 from benchmarks.transformer import SHAPES, Shape, Transformer
 
@@ -115,14 +117,22 @@ def describe_plan(model: nn.Module) -> dict[str, Any] | None:
     if plan is None:
         return None
     report = plan.report
-    described = {"strategy": plan.strategy, "mesh": str(plan.mesh)}
+    described = {"strategy": plan.strategy, "mesh": str(plan.mesh), "param_bytes": planned_param_bytes(model, plan)}
     if report is not None:
         described |= {
-            "step_time_s": report.step_time_s, "param_bytes": report.memory.params,
             "opt_state_bytes": report.memory.optimizer, "peak_bytes": report.memory.total,
-            "collective_bytes": dict(report.collective_bytes),
+            "step_time_s": report.step_time_s, "collective_bytes": dict(report.collective_bytes),
         }  # fmt: skip
     return described
+
+
+def planned_param_bytes(model: nn.Module, plan: autopar.Plan) -> int:
+    """Bytes of parameters at rest on the fullest rank, as the plan stores them."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        local = local_shape(parameter.shape, plan.storage[name].sharding, plan.mesh)
+        total += math.prod(local) * parameter.element_size()
+    return total
 
 
 class Run:

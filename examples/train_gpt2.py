@@ -43,6 +43,7 @@ def build_model(width: int, layers: int, seq: int) -> GPT2LMHeadModel:
     config = GPT2Config(
         vocab_size=256, n_positions=seq, n_embd=width, n_layer=layers, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
+        loss_type="ForCausalLM",
     )  # fmt: skip
     torch.manual_seed(0)
     return GPT2LMHeadModel(config)

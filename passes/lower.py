@@ -6,7 +6,7 @@ of these that is possible:
 1. replicate -> shard: slice locally, which is free and makes everything after it smaller;
 2. partial -> shard: reduce-scatter;
 3. partial -> replicate: all-reduce;
-4. shard -> another dim: all-to-all;
+4. shard -> another dim: all-to-all, or a gather and a slice where a dim does not divide;
 5. shard -> replicate: all-gather.
 
 A dim cut by several axes with the same split nests them in mesh order, so the innermost must be gathered first and cut last;
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def lower_reshards(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
     for node in [n for n in graph.nodes if is_reshard(n)]:
         with graph.inserting_before(node):
             lowering = _Lowering(graph, node, mesh, ranks)
-            for step in steps(node.meta["source"], node.meta["sharding"], mesh):
+            for step in route(node.meta["source"], node.meta["sharding"], node.meta["global_shape"], mesh):
                 lowering.apply(step)
         node.replace_all_uses_with(lowering.value)
         graph.erase_node(node)
@@ -48,6 +48,26 @@ def lower_reshards(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
 
 Step = tuple[int, Placement, Placement]
 """One move: mesh axis, placement before, placement after."""
+
+
+def route(source: Sharding, target: Sharding, shape: Sequence[int], mesh: Mesh) -> Iterator[Step]:
+    """The moves that take `source` to `target`, with uneven cuts gathered first and made last: in between, every rank's
+    part has the same size."""
+    axes = range(mesh.num_axes)
+    gathered = tuple(Replicate() if is_uneven(source, a, shape, mesh) else source[a] for a in axes)
+    last = tuple(gathered[a] if is_uneven(target, a, shape, mesh) else target[a] for a in axes)
+    stops = [source, gathered, last, target]
+    for before, after in zip(stops, stops[1:], strict=False):
+        yield from steps(before, after, mesh)
+
+
+def is_uneven(sharding: Sharding, axis: int, shape: Sequence[int], mesh: Mesh) -> bool:
+    """Whether an axis cuts a dim that it does not divide."""
+    placement = sharding[axis]
+    if not is_sharded(placement):
+        return False
+    rest = (*sharding[:axis], Replicate(), *sharding[axis + 1 :])
+    return bool(local_shape(shape, rest, mesh)[shard_dim(placement)] % mesh.sizes[axis])
 
 
 def steps(source: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Step]:
@@ -113,6 +133,10 @@ class _Lowering:
             self._reduce_scatter(axis, now, then)
         elif isinstance(now, Partial):
             self._collective(c10d.all_reduce.default, (now.reduce_op,), axis, self.shape, self.shape)
+        elif is_sharded(then) and (self._uneven(axis, now) or self._uneven(axis, then)):
+            self._all_gather(axis, now)
+            self.state[axis] = Replicate()
+            self._slice(axis, then)
         elif is_sharded(then):
             self._all_to_all(axis, now, then)
         else:
@@ -157,10 +181,9 @@ class _Lowering:
                 split //= self.mesh.sizes[other]
         return dim, split
 
-    def _uneven(self, axis: int, dim: int) -> bool:
-        rest = list(self.state)
-        rest[axis] = Replicate()
-        return bool(local_shape(self.global_shape, tuple(rest), self.mesh)[dim] % self.mesh.sizes[axis])
+    def _uneven(self, axis: int, placement: Placement) -> bool:
+        sharding = (*self.state[:axis], placement, *self.state[axis + 1 :])
+        return is_uneven(sharding, axis, self.global_shape, self.mesh)
 
     # -- moves
 
@@ -168,7 +191,7 @@ class _Lowering:
         dim, split = self._split(axis, then)
         n, rank, shape = self.mesh.sizes[axis], self.ranks[self.mesh.names[axis]], self.shape
         local = (*shape[:dim], -(-shape[dim] // n), *shape[dim + 1 :])
-        if self._uneven(axis, dim):
+        if self._uneven(axis, then):
             self._emit(take_chunk, (self.value, dim, n, rank), local)
         elif split == 1:
             start = self._number(operator.mul, rank, local[dim])
@@ -188,7 +211,7 @@ class _Lowering:
     def _reduce_scatter(self, axis: int, now: Partial, then: Placement) -> None:
         dim, split = self._split(axis, then)
         n, shape = self.mesh.sizes[axis], self.shape
-        uneven = self._uneven(axis, dim)
+        uneven = self._uneven(axis, then)
         if uneven:
             padded = (*shape[:dim], -(-shape[dim] // n) * n, *shape[dim + 1 :])
             self._emit(pad_dim, (self.value, dim, padded[dim]), padded)
@@ -226,7 +249,7 @@ class _Lowering:
     def _all_gather(self, axis: int, now: Placement) -> None:
         dim, split = self._split(axis, now)
         n, part = self.mesh.sizes[axis], self.shape
-        uneven = self._uneven(axis, dim)
+        uneven = self._uneven(axis, now)
         if uneven:
             # The first rank's part, whose size is written in the graph, is a full chunk; later ones may be shorter.
             self._emit(pad_dim, (self.value, dim, part[dim]), part)

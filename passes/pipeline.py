@@ -16,7 +16,7 @@ from autopar.passes.partition import partition
 from autopar.passes.propagate import Assignment, propagate
 from autopar.passes.regather import regather
 from autopar.passes.reshard import insert_reshards
-from autopar.passes.schedule import sink_waits
+from autopar.passes.schedule import bound_reductions, prefetch_parameters, sink_waits
 from autopar.placement import Sharding, is_sharded
 from autopar.plan import Plan
 from autopar.program import LocalGraph, LocalProgram
@@ -43,6 +43,8 @@ def rewrite(
         ("lower_reshards", lambda m: lower_reshards(m, plan.mesh)),
         ("drop_dead", _drop_dead),
         ("sink_waits", sink_waits),
+        ("prefetch_parameters", prefetch_parameters),
+        ("bound_reductions", bound_reductions),
     ]
     for name, run in passes:
         module = run(module)

@@ -1,12 +1,17 @@
-"""Schedule: wait for a collective as late as its result allows.
+"""Schedule: start collectives early and wait for them late, within a bound on the bytes under way.
 
-Preserves numerics exactly, and the order of the collectives, which must be the same on all ranks.
+Preserves numerics exactly.  The order depends on the graph alone, so it is the same on all ranks.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
 import torch
 from torch import fx
+
+from autopar.program import COLLECTIVE_KINDS
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -14,15 +19,96 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 def sink_waits(module: fx.GraphModule) -> fx.GraphModule:
     """Move each wait, and the layout steps that follow it, to just before the first reader."""
     graph = module.graph
-    late: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.target is _WAIT or (node.meta.get("layout") and any(n in late for n in node.all_input_nodes)):
-            late.add(node)
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in sorted(late, key=lambda n: order[n], reverse=True):
+    for node in reversed([n for wait in graph.nodes if wait.target is _WAIT for n in _with_layout(wait)]):
         if node.users:
             first = min(node.users, key=lambda n: order[n])
             first.prepend(node)
             # Readers of this node's own input now see it here.
             order[node] = order[first]
     return module
+
+
+def _with_layout(wait: fx.Node) -> list[fx.Node]:
+    """A wait and the layout steps that bring its result into place."""
+    chain = [wait]
+    while len(chain[-1].users) == 1 and (user := next(iter(chain[-1].users))).meta.get("layout") and not _feeds_collective(user):
+        chain.append(user)
+    return chain
+
+
+def _feeds_collective(node: fx.Node) -> bool:
+    """Whether a layout step prepares the next collective rather than finishing the last one."""
+    return node.target in COLLECTIVE_KINDS or any(u.target in COLLECTIVE_KINDS or _feeds_collective(u)
+                                                  for u in node.users if u.meta.get("layout"))  # fmt: skip
+
+
+def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
+    """Start the gather of a parameter while the ops before its first reader run.
+
+    A gather may start ahead of earlier ones' readers as long as the bytes under way stay below the largest single gather
+    of the pass, so that prefetching at most doubles what gathered parameters take at any moment.
+    """
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
+    for backward in (False, True):
+        gathers = [g for g in _collectives(module.graph, "all_gather") if g.meta["backward"] is backward]
+        gathers = [g for g in gathers if _source(g) is not None]
+        waits = [next(u for u in g.users if u.target is _WAIT) for g in gathers]
+        limit = max((int(g.meta["bytes"]) for g in gathers), default=0)
+        first, ahead = 0, 0
+        for k, gather in enumerate(gathers):
+            ahead += int(gather.meta["bytes"])
+            while first < k and ahead > limit:
+                first += 1
+                ahead -= int(gathers[first].meta["bytes"])
+            if order[waits[first]] < order[gather]:
+                for node in (*(_source(gather) or ()), gather):
+                    waits[first].prepend(node)
+    return module
+
+
+def _source(gather: fx.Node) -> list[fx.Node] | None:
+    """The layout steps between a parameter at rest and its gather; None if the gather is of something else."""
+    steps: list[fx.Node] = []
+    node = gather
+    while isinstance(source := node.args[0], fx.Node) and source.op != "placeholder":
+        if not source.meta.get("layout"):
+            return None
+        steps.append(source)
+        node = source
+    return list(reversed(steps))
+
+
+def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
+    """Wait for gradients' reductions in time, so that few unreduced gradients are alive at once.
+
+    Nothing reads a reduced gradient before the optimizer, so its wait would sink to the end and every unreduced
+    gradient with it.  The oldest is waited for before a new reduction would bring the bytes under way above the largest
+    single reduction.
+    """
+    output = module.graph.output_node()
+    reductions = [c for c in _collectives(module.graph, "reduce_scatter", "all_reduce") if c.meta["backward"]]
+    finals = [c for c in reductions if _read_by(c, output)]
+    limit = max((int(c.meta["bytes"]) for c in finals), default=0)
+    under_way: deque[fx.Node] = deque()
+    total = 0
+    for reduction in finals:
+        size = int(reduction.meta["bytes"])
+        while under_way and total + size > limit:
+            oldest = under_way.popleft()
+            total -= int(oldest.meta["bytes"])
+            for node in _with_layout(next(u for u in oldest.users if u.target is _WAIT)):
+                reduction.prepend(node)
+        under_way.append(reduction)
+        total += size
+    return module
+
+
+def _read_by(reduction: fx.Node, output: fx.Node) -> bool:
+    """Whether only the graph's output reads what a reduction gives."""
+    wait = next(u for u in reduction.users if u.target is _WAIT)
+    return set(_with_layout(wait)[-1].users) == {output}
+
+
+def _collectives(graph: fx.Graph, *kinds: str) -> Sequence[fx.Node]:
+    return [n for n in graph.nodes if n.op == "call_function" and COLLECTIVE_KINDS.get(n.target) in kinds]

@@ -38,7 +38,7 @@ class ForwardRoles:
         clones = []
         for i, spec in specs:
             owner = kinds.get(_memory_of(nodes[i]))
-            if owner is None:
+            if owner is None or owner.kind in (InputKind.RANK, InputKind.SEED):
                 continue
             changes = owner.kind is InputKind.BUFFER and owner.path in mutated
             if spec.kind is OutputKind.OUTPUT or (spec.kind is OutputKind.SAVED and changes):

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_START_S = 300.0  # importing torch several times at once on a busy machine
+
 
 class RankError(AssertionError):
     """A function failed on some rank, or a rank gave no answer in time; the text has the tracebacks."""
@@ -34,8 +36,8 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """Call `function(*args)` on every rank; returns the results in rank order.
 
-        `function` must be importable by module and name, and results must pickle.  After a failure or a timeout the
-        processes are ended, so a rank that hangs does not reach the next test.
+        `function` must be importable by module and name, and results must pickle.  After a failure, or `timeout_s`
+        after the ranks began, the processes are ended, so a rank that hangs does not reach the next test.
         """
         if not self._processes:
             self._start()
@@ -78,6 +80,10 @@ class RankPool:
             there.close()
             self._processes.append(process)
             self._connections.append(here)
+        answers = self._collect(_START_S)
+        if len(answers) < self.num_ranks or not all(ok for ok, _ in answers.values()):
+            self.close()
+            raise RankError(f"the ranks did not start: {answers}")
 
     def close(self) -> None:
         """End the processes; the next `run` starts new ones."""
@@ -100,6 +106,7 @@ def _serve(rank: int, num_ranks: int, port: int, connection: Connection) -> None
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     # Shorter than the pool's timeout, so that a rank left alone says where it waits.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+    connection.send_bytes(pickle.dumps((True, "started")))
     with contextlib.suppress(EOFError):
         while job := connection.recv_bytes():
             try:

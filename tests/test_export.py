@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,19 +262,28 @@ def test_a_handwritten_program_runs_too(gloo4: RankPool, tmp_path: Path) -> None
     assert_same([answer for answer, _ in answers], [a + b for a, b in zip(results, expected, strict=True)])
 
 
-def test_one_rank_alone(tmp_path: Path) -> None:
-    """On one rank there is nothing to communicate: the functions give the graph modules' own numbers."""
+@pytest.fixture
+def alone() -> Iterator[str]:
+    """A process group of this process alone; its name."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def test_one_rank_alone(tmp_path: Path, alone: str) -> None:
+    """On a mesh of one rank the functions give the lockstep run's own numbers, and the file runs without a launcher."""
     program, plan = compiled("replicate", (1,))
-    assert program.collectives() == []
     assert program.backward is not None
     export_program(program, plan, tmp_path)
     module, values = load(tmp_path / "program.py"), random_values(program)
-    arguments = arguments_of(program.forward, program.mesh, 0, values, {})
-    forward = module.forward(*arguments, groups={})
-    expected = program.forward.module(*arguments)
-    arguments = arguments_of(program.backward, program.mesh, 0, values, saved_of(program.forward, expected))
-    backward = module.backward(*arguments, groups={})
-    for one, other in zip([*forward, *backward], [*expected, *program.backward.module(*arguments)], strict=True):
+    groups = dict.fromkeys(program.mesh.names, alone)
+    forward = module.forward(*arguments_of(program.forward, program.mesh, 0, values, {}), groups=groups)
+    saved = saved_of(program.forward, forward)
+    backward = module.backward(*arguments_of(program.backward, program.mesh, 0, values, saved), groups=groups)
+    expected = in_lockstep(program, values)[0]
+    assert len(expected) == len(forward) + len(backward)
+    for one, other in zip([*forward, *backward], expected, strict=True):
         assert torch.equal(one, other)
 
     run = start(tmp_path / "program.py")
@@ -332,7 +341,6 @@ def test_the_text_of_a_matmul() -> None:
     program, plan = compiled("tp", (4,))
     text = program_text(program, plan).text
     assert text.startswith("# Written by autopar: the program of one rank under tp on mesh tp=4.\n")
-    assert "#  " not in text.partition("import")[0].replace("inputs:  torchrun", "")
     assert "Run one step on random inputs:  torchrun --nproc-per-node 4 program.py" in text
     assert 'MESH = {"tp": 4}  # ranks along each axis' in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -443,7 +451,7 @@ def test_constant_tensors(tmp_path: Path) -> None:
     root = nn.Module()
     tensors = {
         "small": torch.tensor([[1.5, math.inf], [-math.inf, -0.0]], dtype=torch.float64),
-        "half": torch.tensor([0.1, 3e38], dtype=torch.bfloat16),
+        "brief": torch.tensor([0.1, 3e38], dtype=torch.bfloat16),
         "mask": torch.tensor([True, False]),
         "empty": torch.empty(0, 3, dtype=torch.int32),
         "scalar": torch.tensor(7, dtype=torch.int64),
@@ -552,12 +560,13 @@ def test_devices_are_named_once() -> None:
 
 
 def test_operators_of_other_libraries() -> None:
-    library = torch.library.Library("export_test", "DEF")
+    """Whose namespace may be called like a function of the file."""
+    library = torch.library.Library("example", "DEF")
     library.define("double(Tensor x) -> Tensor")
-    double = torch.ops.export_test.double.default
+    double = torch.ops.example.double.default
     text = program_text(*forward_only(lambda graph, x: graph.call_function(double, (x,)))).text
-    assert "export_test = torch.ops.export_test  # import the module that registers these operators first" in text
-    assert "    double = export_test.double.default(x)" in text
+    assert "\nexample_ = torch.ops.example  # import the module that registers these operators first\n" in text
+    assert " = example_.double.default(x) " in text
 
 
 # ----------------------------------------------------------------------------------------------------------- files

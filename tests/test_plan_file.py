@@ -74,6 +74,9 @@ def test_the_text_is_readable() -> None:
     assert content["factors"]["dp"] == [{"anchor": "input:x", "dim": 0, "part": 0, "label": "batch"}]
     assert content["torch"] == str(torch.__version__)
     assert content["report"]["candidates"][0]["step_time_s"] == "infinite"
+    assert '   "sharding": ["shard(1)", "shard(0, split=3)"],\n' in plan_to_json(PLAN)
+    odd = replace(PLAN, storage={"a  b": Storage((R, R)), "[": Storage((R, R))})
+    assert plan_from_json(plan_to_json(odd)) == odd
 
 
 def edited(path: str, value: Any) -> str:

@@ -1,0 +1,51 @@
+"""From a module to a rewritten program in float64, as `autopar.verify` goes, with every step at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from autopar.graph import JointGraph
+from autopar.normalise import normalise
+from autopar.passes.pipeline import rewrite
+from autopar.plan import Plan
+from autopar.planner import plan_named
+from autopar.program import LocalProgram
+from autopar.randomness import replace_random_ops
+from autopar.trace import trace
+from autopar.verification import Float64Throughout, VerifyReport, compare, in_float64
+
+
+@dataclass
+class Subject:
+    """A model in float64, a global batch, and the graph of both."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    joint: JointGraph
+
+    def plan(self, strategy: str, *sizes: int) -> Plan:
+        return plan_named(strategy, self.joint, sizes, sizes[-1] if len(sizes) > 1 else sizes[0])
+
+    def program(self, plan: Plan, after_pass: Callable[[str, fx.GraphModule], None] | None = None) -> LocalProgram:
+        return rewrite(self.joint, plan, after_pass)
+
+    def compare(self, program: LocalProgram, plan: Plan) -> VerifyReport:
+        self.model.zero_grad()
+        return compare(self.joint, program, plan, self.model, self.args, self.kwargs)
+
+    def verify(self, strategy: str, *sizes: int) -> VerifyReport:
+        plan = self.plan(strategy, *sizes)
+        return self.compare(self.program(plan), plan)
+
+
+def subject(model: nn.Module, *args: Any, **kwargs: Any) -> Subject:
+    """Trace a model on a global batch."""
+    model, args, kwargs = in_float64(model, args, kwargs)
+    with Float64Throughout():
+        joint = trace(model, args, kwargs)
+    return Subject(model, args, kwargs, replace_random_ops(normalise(joint)))

@@ -1,0 +1,219 @@
+"""Rewritten programs of plain modules equal the single device: outputs, gradients and buffers, under every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from programs import Subject, subject
+from tiny_models import Mlp, TinyGpt, token_batch
+from torch import Tensor, nn
+
+from autopar.errors import BatchError, VerificationError
+from autopar.graph import OutputKind
+from autopar.strategies import STRATEGIES
+from autopar.verification import relative_error
+
+
+class ConvNet(nn.Module):
+    """Convolutions (which have no sharding rule), pooling and group normalisation, then a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 6, 3, stride=2)
+        self.norm, self.head = nn.GroupNorm(2, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = F.relu(self.second(F.max_pool2d(F.relu(self.first(x)), 2)))
+        return F.cross_entropy(self.head(self.norm(x).mean((2, 3))), labels)
+
+
+class Several(nn.Module):
+    """Returns a tuple with a dict, an integer tensor, a flag and a constant in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> tuple[Any, ...]:
+        y = self.linear(x)
+        return y, {"best": y.argmax(-1), "positive": y > 0, "mean": y.mean(-1)}, None, 3
+
+
+class Tied(nn.Module):
+    """One matrix used twice, both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.encode(x).tanh() @ self.decode.weight, x)
+
+
+class Frozen(nn.Module):
+    """The first layer and a bias do not train; a scale is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(12, 4)
+        self.first.requires_grad_(False)
+        self.second.bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.gelu(self.first(x))).square().mean()
+
+
+class Counting(nn.Module):
+    """Keeps a running mean over the whole batch and a step count in buffers."""
+
+    mean: Tensor
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            self.mean.lerp_(y.mean(0), 0.1)
+            self.steps += 1
+        return (y - self.mean).square().sum()
+
+
+class Attention(nn.Module):
+    """Softmax attention written out, with a mask that is an input, and a scalar parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2) * self.scale).masked_fill(mask[:, None, None, :], -1e9)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model and a global batch of 8 rows."""
+
+    model: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Any, ...]]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+EXAMPLES = {
+    "mlp": Example(Mlp, lambda: (torch.randn(8, 12),)),
+    "conv": Example(ConvNet, lambda: (torch.randn(8, 3, 9, 9), torch.arange(8) % 5)),
+    "several outputs": Example(Several, lambda: (torch.randn(8, 6),)),
+    "tied": Example(Tied, lambda: (torch.randn(8, 8),)),
+    "frozen": Example(Frozen, lambda: (torch.randn(8, 8),)),
+    "buffers": Example(Counting, lambda: (torch.randn(8, 4),)),
+    "attention": Example(Attention, lambda: (torch.randn(8, 3, 8), torch.rand(8, 3) < 0.3)),
+    "odd sizes": Example(lambda: TinyGpt(vocab=65, width=10, heads=2, layers=1), lambda: token_batch(8, 7, 65)),
+    "dropout": Example(lambda: TinyGpt(layers=1, dropout=0.3), lambda: token_batch(8)),
+    "eight heads": Example(lambda: TinyGpt(vocab=64, heads=8, layers=1), lambda: token_batch(8, 8, 64)),
+}
+
+
+def made(name: str) -> Subject:
+    torch.manual_seed(0)
+    example = EXAMPLES[name]
+    return subject(example.model(), *example.inputs())
+
+
+@pytest.mark.parametrize("name", list(EXAMPLES))
+def test_every_strategy_equals_the_single_device(name: str) -> None:
+    ours = made(name)
+    for strategy in STRATEGIES:
+        for sizes in [(2, 2), (4,)] if strategy in ("hsdp", "fsdp+tp") else [(4,)]:
+            report = ours.verify(strategy, *sizes)
+            assert report.ok, f"{strategy} on {sizes}: {report}"
+            assert report.errors
+
+
+@pytest.mark.parametrize("sizes", [(8,), (2, 4), (4, 2)], ids=str)
+def test_eight_ranks(sizes: tuple[int, ...]) -> None:
+    ours = made("eight heads")
+    for strategy in ("zero3", "hsdp", "tp", "tp+sp", "fsdp+tp"):
+        report = ours.verify(strategy, *sizes)
+        assert report.ok, f"{strategy} on {sizes}: {report}"
+
+
+def test_every_output_gradient_and_buffer_is_compared() -> None:
+    ours = made("several outputs")
+    outputs = {spec.path for spec in ours.joint.outputs if spec.kind is OutputKind.OUTPUT}
+    assert len(outputs) == 4
+    report = ours.verify("ddp", 4)
+    assert {f"output {path}" for path in outputs} | {"gradient of linear.weight", "gradient of linear.bias"} == set(report.errors)
+    assert {"buffer mean", "buffer steps"} <= set(made("buffers").verify("ddp", 4).errors)
+    assert set(made("tied").verify("ddp", 4).errors) == {"output ", "gradient of encode.weight"}
+    assert set(made("frozen").verify("ddp", 4).errors) == {"output ", "gradient of second.weight", "gradient of unused"}
+
+
+def test_a_report_reads() -> None:
+    text = str(made("mlp").verify("zero3", 4))
+    assert text.startswith("equal: 5 tensors compared, largest relative error ")
+
+
+def test_without_a_backward_pass() -> None:
+    from autopar.graph import JointGraph
+    from autopar.normalise import normalise
+    from autopar.trace import trace
+
+    ours = made("odd sizes")
+    ours.joint = normalise(trace(ours.model, ours.args, ours.kwargs, train=False))
+    assert isinstance(ours.joint, JointGraph)
+    for strategy in ("ddp", "zero3", "tp", "fsdp+tp"):
+        plan = ours.plan(strategy, 2, 2)
+        program = ours.program(plan)
+        assert program.backward is None
+        assert ours.compare(program, plan).ok
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (6, r"the batch of 6 rows \(dim 0 of input '0'\) cannot be cut evenly over 4 ranks; use 4 or 8 rows"),
+        (3, r"the batch of 3 rows \(dim 0 of input '0'\) cannot be cut evenly over 4 ranks; use 4 rows"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused(rows: int, message: str) -> None:
+    ours = subject(Mlp(), torch.randn(rows, 12))
+    with pytest.raises(BatchError, match=message):
+        ours.verify("ddp", 4)
+
+
+def test_bytes_that_a_program_does_not_move_are_told() -> None:
+    ours = made("mlp")
+    plan = ours.plan("ddp", 4)
+    program = ours.program(plan)
+    assert program.backward is not None
+    next(n for n in program.backward.module.graph.nodes if "bytes" in n.meta).meta["bytes"] += 8
+    with pytest.raises(VerificationError, match="the program's collectives differ from those that ran, first at number 0"):
+        ours.compare(program, plan)
+
+
+def test_relative_error() -> None:
+    x = torch.tensor([1.0, -4.0], dtype=torch.float64)
+    assert relative_error(x, x) == 0
+    assert relative_error(x + torch.tensor([0, 1.0]), x) == 0.25
+    assert relative_error(x, x[:1]) == float("inf")
+    assert relative_error(x * float("nan"), x) == float("inf")
+    assert relative_error(x * float("inf"), x * float("inf")) == 0
+    assert relative_error(x, x * float("nan")) == float("inf")
+    assert relative_error(torch.tensor([1, 2]), torch.tensor([1, 3])) == float("inf")
+    assert relative_error(torch.tensor([1, 2]), torch.tensor([1, 2])) == 0
+    assert relative_error(torch.zeros(0), torch.zeros(0)) == 0
+    assert relative_error(torch.ones(1), torch.zeros(1)) > 1
