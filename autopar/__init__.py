@@ -1,8 +1,8 @@
 """autopar: a compiler for distributed training in PyTorch.
 
-    pm = autopar.parallelize(model, mesh, mem_gb=80)     # trace, plan, rewrite, shard the parameters in place
-    print(pm.plan)                                       # per-layer placements, memory, step time, alternatives
-    pm.export("debug/")                                  # the rewritten graph, readable and re-runnable
+pm = autopar.parallelize(model, mesh, mem_gb=80)     # trace, plan, rewrite, shard the parameters in place
+print(pm.plan)                                       # per-layer placements, memory, step time, alternatives
+pm.export("debug/")                                  # the rewritten graph, readable and re-runnable
 """
 
 from autopar.api import parallelize, verify

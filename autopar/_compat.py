@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,10 +54,12 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "around_calls",
+    "below_autograd",
     "broadcast_coalesced",
     "capture_joint",
     "core_decompositions",
     "detect_fake_mode",
+    "dtensor_like",
     "is_value_read",
     "new_fake_mode",
     "shares_storage",
@@ -121,7 +124,7 @@ def _direct_checkpoint() -> Iterator[None]:
 
 def broadcast_coalesced(group: dist.ProcessGroup | None, tensors: list[torch.Tensor], num_bytes: int, src: int) -> None:
     """Overwrite `tensors` with those of rank `src`, many to a message of about `num_bytes`."""
-    dist._broadcast_coalesced(group or dist.group.WORLD, tensors, num_bytes, src)
+    dist._broadcast_coalesced(group or dist.group.WORLD, tensors, num_bytes, src)  # type: ignore[attr-defined,arg-type]
 
 
 def core_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
@@ -159,3 +162,16 @@ def around_calls(model: nn.Module, around: Callable[[str], contextlib.AbstractCo
                 vars(module).pop("_compiled_call_impl", None)
             else:
                 vars(module)["_compiled_call_impl"] = compiled
+
+
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor of `local` with the mesh, placements, global shape and strides of `like`.
+
+    `DTensor.from_local` does the same, but works out and hashes the layout anew: some 100 µs for each tensor.
+    """
+    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def below_autograd() -> contextlib.AbstractContextManager[None]:
+    """A context in which calls skip autograd's dispatch, which collectives do in slow Python even under `no_grad`."""
+    return torch._C._AutoDispatchBelowAutograd()

@@ -36,14 +36,16 @@ def parallelize(
 ) -> ParallelModule:
     """Shard a model over a mesh: trace, plan, rewrite, and turn its parameters into DTensors in place.
 
-    Call it on every rank, under `torchrun`, and build the optimizer afterwards.  Each rank then calls the result with its own
+    Call it on every rank, under `torchrun`, and build the optimizer afterwards.  Each rank then calls the result with
+    its own
     rows of the batch, as with DDP.
 
     Args:
         model: an unmodified module, whole on every rank.
         mesh: a `DeviceMesh` of all ranks, or its shape: `4`, `"2x4"`, `(2, 4)`.  The last axis is the fast one.
         mem_gb: memory budget in GiB on one device; never more than the device has.  None: all of it.
-        strategy: `auto`, a named strategy (`replicate`, `ddp`, `zero1`, `zero2`, `zero3` = `fsdp`, `hsdp`, `tp`, `tp+sp`,
+        strategy: `auto`, a named strategy (`replicate`, `ddp`, `zero1`, `zero2`, `zero3` = `fsdp`, `hsdp`, `tp`,
+        `tp+sp`,
             `fsdp+tp`), or a `Plan`, such as one from `load_plan`.
         example_inputs: one rank's example batch: a tuple of positional arguments, a dict of keyword arguments, a pair
             `(args, kwargs)`, or a tensor.  Without it, planning waits for the first call.
@@ -95,7 +97,8 @@ def verify(
 ) -> VerifyReport:
     """Run all ranks of the rewritten program in this process, in float64, and compare with the single device.
 
-    Needs no process group.  The model and the inputs are copied; parameters on the meta device get random values.  Casts
+    Needs no process group.  The model and the inputs are copied; parameters on the meta device get random values.
+    Casts
     to a lower precision inside the model are lifted to float64 on both sides.
 
     Args:
@@ -142,7 +145,9 @@ def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if len(values) == 2 and isinstance(values[0], (tuple, list)) and isinstance(values[1], Mapping):
             return tuple(values[0]), dict(values[1])
         return values, {}
-    raise InputError(f"example_inputs must be a tensor, a tuple, a dict or (args, kwargs), not {type(example_inputs).__name__}")
+    raise InputError(
+        f"example_inputs must be a tensor, a tuple, a dict or (args, kwargs), not {type(example_inputs).__name__}"
+    )
 
 
 def ranks_per_node() -> int:
@@ -182,7 +187,9 @@ def _device_type(model: nn.Module) -> str:
     """Where the model lives; a model on `meta` goes to CUDA if there is one."""
     kinds = {p.device.type for p in model.parameters()} - {"meta"}
     if len(kinds) > 1:
-        raise InputError(f"the model's parameters are on several kinds of devices ({', '.join(sorted(kinds))}): move it to one")
+        raise InputError(
+            f"the model's parameters are on several kinds of devices ({', '.join(sorted(kinds))}): move it to one"
+        )
     return kinds.pop() if kinds else ("cuda" if torch.cuda.is_available() else "cpu")
 
 

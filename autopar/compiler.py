@@ -80,7 +80,15 @@ class Compiler:
         tensors, constants = flatten_inputs(args, kwargs)
         shapes = tuple((path, tuple(t.shape), t.dtype) for path, t in tensors)
         modes = bytes(module.training for module in self.model.modules())
-        key = (shapes, constants, train, modes, local, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+        key = (
+            shapes,
+            constants,
+            train,
+            modes,
+            local,
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cuda"),
+        )
         if self._traced is None or self._traced[0] != key:
             ranks = self.cluster.num_ranks if local else 1
             with self.around_trace():
@@ -124,7 +132,9 @@ class Compiler:
             InfeasibleBudgetError: if it does not fit the budget.
         """
         if plan.mesh.num_ranks != self.cluster.num_ranks:
-            raise MeshError(f"the plan is for {plan.mesh.num_ranks} ranks ({plan.mesh}), this mesh has {self.cluster.num_ranks}")
+            raise MeshError(
+                f"the plan is for {plan.mesh.num_ranks} ranks ({plan.mesh}), this mesh has {self.cluster.num_ranks}"
+            )
         check_plan_matches(plan, joint)
         priced = self.price(joint, plan)
         budget = budget_bytes(self.mem_gb, self.cluster)
@@ -160,8 +170,8 @@ class Compiler:
             self._warned.update(new)
             ops = ", ".join(f"{name} ({n}×)" for name, n in new.items())
             warnings.warn(
-                f"no sharding rule for {ops}: they run whole on every rank. Results are right, but their inputs are gathered; "
-                "teach autopar with autopar.register_sharding_rule",
+                f"no sharding rule for {ops}: they run whole on every rank. Results are right, but "
+                "their inputs are gathered; teach autopar with autopar.register_sharding_rule",
                 stacklevel=3,
             )
 
@@ -181,8 +191,15 @@ def _candidate(priced: Priced, best: Priced, budget: int) -> Candidate:
         verdict = f"{format_time(sim.step_time_s - won.step_time_s)} slower: {_slower_by(sim, won)}"
     else:
         verdict = f"as fast, {format_bytes(sim.memory.total - won.memory.total)} more memory"
-    return Candidate(priced.plan.strategy, str(priced.plan.mesh), sim.step_time_s, sim.compute_s, sim.exposed_s,
-                     sim.memory.total, verdict)  # fmt: skip
+    return Candidate(
+        priced.plan.strategy,
+        str(priced.plan.mesh),
+        sim.step_time_s,
+        sim.compute_s,
+        sim.exposed_s,
+        sim.memory.total,
+        verdict,
+    )
 
 
 def _slower_by(sim: Simulation, won: Simulation) -> str:
@@ -197,9 +214,14 @@ def _infeasible(priced: Sequence[Priced], budget: int) -> InfeasibleBudgetError:
     memory = smallest.simulation.memory
     # Rounded up, so that the budget that is named really works.
     gb = -(-memory.total * 1000 // GIB) / 1000
-    parts = {"parameters": memory.params, "gradients": memory.grads, "optimizer state": memory.optimizer,
-             "saved activations": memory.activations, "temporaries and collective buffers": memory.temporaries,
-             "reserve": memory.reserve}  # fmt: skip
+    parts = {
+        "parameters": memory.params,
+        "gradients": memory.grads,
+        "optimizer state": memory.optimizer,
+        "saved activations": memory.activations,
+        "temporaries and collective buffers": memory.temporaries,
+        "reserve": memory.reserve,
+    }
     largest = ", ".join(f"{k} {format_bytes(v)}" for k, v in sorted(parts.items(), key=lambda kv: -kv[1])[:3])
     tried = ", ".join(f"{p.plan.strategy} {format_bytes(p.simulation.memory.total)}" for p in priced)
     return InfeasibleBudgetError(

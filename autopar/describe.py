@@ -48,8 +48,13 @@ def _role(analysis: FactorAnalysis, node: fx.Node, placement: Placement) -> str:
             if user.op != "call_function" or user.meta["backward"] or rule is None:
                 continue
             operand = tensor_inputs(user).index(value)
-            names = {n for dims in (rule.inputs[operand],) for group in dims for n in group
-                     if any(f is g for f in factors for g in analysis.rule_factors(user, n))}  # fmt: skip
+            names = {
+                n
+                for dims in (rule.inputs[operand],)
+                for group in dims
+                for n in group
+                if any(f is g for f in factors for g in analysis.rule_factors(user, n))
+            }
             if names & set(rule.lookup):
                 return "vocab"
             if user.target in _PRODUCTS and names:

@@ -110,7 +110,9 @@ def graph_fingerprint(graph: fx.Graph, extra: str = "") -> str:
     digest = hashlib.sha256(extra.encode())
     for node in graph.nodes:
         args = fx.map_arg((node.args, node.kwargs), lambda n: _Ref(index[n]))
-        digest.update(f"{node.op} {_target_text(node.target)} {args!r} {describe_value(node.meta.get('val'))}\n".encode())
+        digest.update(
+            f"{node.op} {_target_text(node.target)} {args!r} {describe_value(node.meta.get('val'))}\n".encode()
+        )
     return digest.hexdigest()[:16]
 
 

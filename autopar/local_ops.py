@@ -1,7 +1,8 @@
 """Small functions that a local graph calls where PyTorch has no op: parts whose size depends on the rank.
 
 Only parameters at rest, and their gradients, may be cut unevenly, as `torch.chunk` does: each rank holds ceil(size / n)
-positions of the dim, the last ones fewer or none.  Everything here is plain tensor code; the exported program imports it.
+positions of the dim, the last ones fewer or none.  Everything here is plain tensor code; the exported program imports
+it.
 """
 
 from __future__ import annotations

@@ -93,12 +93,12 @@ def parse_shape(shape: int | str | Sequence[int]) -> tuple[int, ...]:
     if isinstance(shape, str):
         parts = shape.lower().replace("×", "x").split("x")
         if not all(part.strip().isdigit() for part in parts):
-            raise MeshError(f"cannot read mesh {shape!r}: write axis sizes joined by 'x', such as \"4\" or \"2x4\"")
+            raise MeshError(f'cannot read mesh {shape!r}: write axis sizes joined by \'x\', such as "4" or "2x4"')
         sizes = tuple(int(part) for part in parts)
     elif isinstance(shape, bool) or not isinstance(shape, (int, Sequence)):
-        raise MeshError(f"cannot read mesh {shape!r}: give a DeviceMesh, 4, \"2x4\" or (2, 4)")
+        raise MeshError(f'cannot read mesh {shape!r}: give a DeviceMesh, 4, "2x4" or (2, 4)')
     else:
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)  # type: ignore[arg-type]
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise MeshError(f"mesh {shape!r}: axis sizes must be positive integers")
     return sizes

@@ -50,7 +50,9 @@ def replicated(mesh: Mesh) -> Sharding:
     return (Replicate(),) * mesh.num_axes
 
 
-def local_shape(shape: Sequence[int], sharding: Sharding, mesh: Mesh, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+def local_shape(
+    shape: Sequence[int], sharding: Sharding, mesh: Mesh, coordinate: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Shape of one rank's part of a tensor of global `shape`.
 
     A dim that does not divide is cut as `torch.chunk` does: every rank gets ceil(size / n), the last ones less or

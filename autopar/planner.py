@@ -20,7 +20,9 @@ def plan_named(strategy: str, joint: JointGraph, sizes: Sequence[int], ranks_per
     """
     name = canonical_name(strategy)
     mesh = strategy_mesh(name, sizes, ranks_per_node)
-    return named_plan(name, joint, analyse(joint), mesh, lambda p: parameter_uses(joint, p), lambda p: moved_bytes(joint, p))
+    return named_plan(
+        name, joint, analyse(joint), mesh, lambda p: parameter_uses(joint, p), lambda p: moved_bytes(joint, p)
+    )
 
 
 def moved_bytes(joint: JointGraph, plan: Plan) -> float:

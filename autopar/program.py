@@ -104,5 +104,10 @@ def collectives_of(graph: fx.Graph) -> Iterator[Collective]:
         kind = COLLECTIVE_KINDS.get(node.target) if node.op == "call_function" else None
         if kind is not None:
             yield Collective(
-                kind, collective_axis(node), int(node.meta["bytes"]), node.meta["module"], node.meta["backward"], node.name
+                kind,
+                collective_axis(node),
+                int(node.meta["bytes"]),
+                node.meta["module"],
+                node.meta["backward"],
+                node.name,
             )

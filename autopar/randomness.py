@@ -1,15 +1,17 @@
 """Random ops that do not depend on how their result is cut.
 
 Each random number is a hash of (seed of the step, which random op, global position of the element), as in counter-based
-generators (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).  So the same seed gives the same dropout
+generators (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).  So the same seed gives the same
+dropout
 masks on any number of ranks under any plan, and a repeated op repeats its numbers.  They are autopar's numbers, not
 those that the eager op would draw.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from autopar.errors import TraceError
 from autopar.graph import GraphInput, InputKind, JointGraph
 from autopar.rules import Call, derives
 from autopar.rules_compute import constant as fill
+from autopar.writer import Writer
 
 aten = torch.ops.aten
 
@@ -52,11 +55,11 @@ def uniform(shape: Sequence[int], cuts: Sequence[int], seed: int, salt: int, dev
         return out.copy_(_hash(torch.zeros((), dtype=torch.int64, device=device) + key))
     rows = max(1, _CHUNK // max(1, math.prod(shape[1:])))
     for start in range(0, shape[0], rows):
-        index = torch.full([1] * len(whole), key, dtype=torch.int64, device=device)
+        places = torch.full([1] * len(whole), key, dtype=torch.int64, device=device)
         for dim, (position, stride) in enumerate(zip(positions, strides, strict=True)):
             part = position[start : start + rows] if dim == 0 else position
-            index = index + (part * stride).reshape([-1 if d == dim else 1 for d in range(len(whole))])
-        out[start : start + rows] = _hash(index)
+            places = places + (part * stride).reshape([-1 if d == dim else 1 for d in range(len(whole))])
+        out[start : start + rows] = _hash(places)
     return out
 
 
@@ -89,37 +92,29 @@ def _hash(value: Tensor) -> Tensor:
     value = (value ^ _shifted(value, 30)) * _signed(_FIRST)
     value = (value ^ _shifted(value, 27)) * _signed(_SECOND)
     value = value ^ _shifted(value, 31)
-    return _shifted(value, 40).to(torch.float32) * 2.0**-24
+    return torch.mul(_shifted(value, 40).to(torch.float32), 2.0**-24)
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
     """Logical shift to the right; `>>` keeps the sign."""
-    return (value >> bits) & (2 ** (64 - bits) - 1)
+    return torch.bitwise_and(value >> bits, 2 ** (64 - bits) - 1)
 
 
-class _Draw:
+class _Draw(Writer):
     """Writes the replacement of one random op."""
 
-    def __init__(self, node: fx.Node, seed: fx.Node, salts: list[int]) -> None:
-        self.node, self.seed, self.salts = node, seed, salts
-
-    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = self.node.graph.call_function(op, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        new.meta = {"val": op(*values[0], **values[1]), "module": self.node.meta["module"], "backward": self.node.meta["backward"]}
-        return new
+    def __init__(self, node: fx.Node, seed: fx.Node, salts: Iterator[int]) -> None:
+        super().__init__(node)
+        self.seed, self.salts = seed, salts
 
     def uniform(self) -> fx.Node:
         """Fresh numbers of the shape of the op's first output."""
         value = self.node.meta["val"]
         value = value[0] if isinstance(value, (tuple, list)) else value
-        self.salts[0] += 1
-        args = (list(value.shape), [], self.seed, self.salts[0], value.device)
-        new = self.node.graph.call_function(torch.ops.autopar.uniform.default, args)
+        args: tuple[Any, ...] = (list(value.shape), [], self.seed, next(self.salts), value.device)
         with value.fake_mode:
             drawn = torch.empty(value.shape, dtype=torch.float32, device=value.device)
-        new.meta = {"val": drawn, "module": self.node.meta["module"], "backward": self.node.meta["backward"]}
-        return new
+        return self.place(torch.ops.autopar.uniform.default, args, {}, drawn)
 
     def cast(self, value: fx.Node) -> fx.Node:
         """To the dtype of the op's result."""
@@ -185,19 +180,20 @@ def replace_random_ops(joint: JointGraph) -> JointGraph:
         seed = graph.placeholder("seed")
     seed.meta = {"val": 0, "module": "", "backward": False}
     joint.inputs = (*joint.inputs, GraphInput(InputKind.SEED, ""))
-    salts = [0]
+    salts = itertools.count(1)
     for node in random:
         replacement = _REPLACEMENTS.get(node.target)
         if replacement is None:
             raise TraceError(
-                f"module {node.meta['module'] or '(root)'!r} uses the random op {node.target}, whose numbers would depend on the "
-                "rank: draw them outside the model and pass them in, or use dropout, rand, randn or bernoulli"
+                f"module {node.meta['module'] or '(root)'!r} uses the random op {node.target}, whose numbers "
+                "would depend on the rank: draw them outside the model and pass them in, or use dropout, rand, "
+                "randn or bernoulli"
             )
         with graph.inserting_before(node):
             results = replacement(Call(node), _Draw(node, seed, salts))
         if isinstance(results, tuple):
             for user in list(node.users):
-                user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+                user.replace_all_uses_with(results[user.args[1]])
                 graph.erase_node(user)
         else:
             node.replace_all_uses_with(results)

@@ -1,7 +1,8 @@
 """Sharding rules: which dims of an op's inputs and outputs are the same factor, as in an einsum.
 
 A rule for `mm` reads `"m k, k n -> m n"`.  A factor that inputs and outputs share may be cut along a mesh axis and
-every rank computes its part.  A factor that only inputs have may be cut too; the output is then `Partial`.  Factors marked
+every rank computes its part.  A factor that only inputs have may be cut too; the output is then `Partial`.  Factors
+marked
 whole (a softmax's axis) are never cut.  Written rules use this grammar, one term per tensor:
 
     term  := dim*            dims separated by blanks
@@ -11,7 +12,8 @@ whole (a softmax's axis) are never cut.  Written rules use this grammar, one ter
     1     a dim of size one that carries no factor
     ...   any number of leading dims, the same in every term
 
-Rules are kept per op overload.  Most ops need no written rule: `rules_view` and `rules_compute` derive theirs from shapes
+Rules are kept per op overload.  Most ops need no written rule: `rules_view` and `rules_compute` derive theirs from
+shapes
 and arguments, and pointwise ops are recognised by PyTorch's `pointwise` tag.
 """
 
@@ -45,7 +47,8 @@ class OpRule:
         reduce: how the shards of a factor that only inputs have combine, where it is not `sum`.
         linear: sets of inputs in which the op is linear while the others are fixed; if exactly those inputs are
             `Partial(sum)`, so is the output.
-        lookup: factor -> position of the integer input that indexes it.  Cut such a factor and each rank looks up only what it
+        lookup: factor -> position of the integer input that indexes it.  Cut such a factor and each rank looks up only
+        what it
             holds; the rewrite shifts and masks the indices.
     """
 
@@ -80,11 +83,9 @@ class Call:
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
-        self.op = node.target
+        self.op: Any = node.target
         schema = node.target._schema.arguments  # type: ignore[union-attr]
-        self.args: dict[str, Any] = {
-            arg.name: arg.default_value if arg.has_default_value() else None for arg in schema
-        }
+        self.args: dict[str, Any] = {arg.name: arg.default_value if arg.has_default_value() else None for arg in schema}
         self.args.update(zip((arg.name for arg in schema), node.args, strict=False))
         self.args.update(node.kwargs)
         self.named: list[tuple[str, fx.Node]] = []
@@ -128,25 +129,33 @@ _USER_RULES: dict[str, Deriver] = {}
 
 
 def derives(*ops: Any) -> Callable[[Deriver], Deriver]:
-    """Decorator: the function derives the rule of these ops (packets: every overload without side effects) from a call."""
+    """Decorator: the function derives the rule of these ops (packets: every overload without side effects) from a
+    call."""
 
     def keep(function: Deriver) -> Deriver:
         for op in ops:
-            overloads = [getattr(op, name) for name in op.overloads()] if isinstance(op, torch._ops.OpOverloadPacket) else [op]
-            _DERIVERS.update((overload, function) for overload in overloads if not overload._schema.is_mutable)
+            _DERIVERS.update((overload, function) for overload in overloads_of(op) if not overload._schema.is_mutable)
         return function
 
     return keep
+
+
+def overloads_of(op: Any) -> list[Any]:
+    """The overloads of a packet such as `aten.sum`; an overload is its own."""
+    if not isinstance(op, torch._ops.OpOverloadPacket):
+        return [op]
+    return [getattr(op, name) for name in op.overloads()]  # type: ignore[no-untyped-call]
 
 
 def rule_for(node: fx.Node) -> OpRule | None:
     """The rule of a call, or None if the op has none and must run whole on every rank."""
     from autopar import rules_compute, rules_view  # noqa: F401  (fills the table on first use)
 
-    op = node.target
+    op: Any = node.target
     if not isinstance(op, torch._ops.OpOverload):
         return None
-    deriver = _USER_RULES.get(op.name().removesuffix(".default")) or _DERIVERS.get(op)
+    name = op.name().removesuffix(".default")  # type: ignore[no-untyped-call]
+    deriver = _USER_RULES.get(name) or _DERIVERS.get(op)
     if deriver is None and torch.Tag.pointwise in op.tags and isinstance(node.meta["val"], (torch.Tensor, tuple, list)):
         deriver = rules_compute.pointwise
     return deriver(Call(node)) if deriver else None
@@ -154,7 +163,7 @@ def rule_for(node: fx.Node) -> OpRule | None:
 
 def build(
     call: Call,
-    inputs: Mapping[str, Dims | list[Dims]],
+    inputs: Mapping[str, Dims | list[Dims]] | Mapping[str, list[Dims]],
     outputs: Sequence[Dims],
     *,
     known: Mapping[str, int] | None = None,
@@ -208,17 +217,23 @@ def _solve_sizes(call: Call, dims: Dims, shape: tuple[int, ...], sizes: dict[str
             sizes[unknown[0]] = size // known
 
 
-def _check_sizes(call: Call, terms: Sequence[Dims], shapes: Sequence[tuple[int, ...] | None], sizes: Mapping[str, int]) -> None:
+def _check_sizes(
+    call: Call, terms: Sequence[Dims], shapes: Sequence[tuple[int, ...] | None], sizes: Mapping[str, int]
+) -> None:
     for dims, shape in zip(terms, shapes, strict=True):
         if shape is None:
             continue
         for group, size in zip(dims, shape, strict=True):
             missing = [f for f in group if f not in sizes]
             if missing:
-                raise RuleError(f"rule of {call.op}: the size of factor {missing[0]!r} does not follow from the shapes {shapes}")
+                raise RuleError(
+                    f"rule of {call.op}: the size of factor {missing[0]!r} does not follow from the shapes {shapes}"
+                )
             if group and math.prod(sizes[f] for f in group) != size:
-                raise RuleError(f"rule of {call.op}: dim {' '.join(group)} should have size {size} in {list(shape)}, the "
-                                f"factors give {math.prod(sizes[f] for f in group)}")  # fmt: skip
+                raise RuleError(
+                    f"rule of {call.op}: dim {' '.join(group)} should have size {size} in {list(shape)}, the "
+                    f"factors give {math.prod(sizes[f] for f in group)}"
+                )
 
 
 _TOKEN = re.compile(r"\([^()]*\)|\.\.\.|…|[A-Za-z_][A-Za-z0-9_]*\^?|1")
@@ -232,7 +247,7 @@ def parse_rule(text: str) -> tuple[list[list[tuple[str, ...]]], list[list[tuple[
     """
     left, arrow, right = text.partition("->")
     if not arrow or not left.strip() or not right.strip():
-        raise RuleError(f"cannot read rule {text!r}: write inputs -> outputs, such as \"m k, k n -> m n\"")
+        raise RuleError(f'cannot read rule {text!r}: write inputs -> outputs, such as "m k, k n -> m n"')
     whole: set[str] = set()
 
     def term(part: str) -> list[tuple[str, ...]]:
@@ -263,8 +278,10 @@ def written(text: str, *, reduce: Mapping[str, str] | None = None, linear: Seque
         ranks = [len(node.meta["val"].shape) for _, node in call.named]
         out_ranks = [len(v.shape) if isinstance(v, torch.Tensor) else 0 for v in call.outputs]
         if len(ranks) != len(inputs) or len(out_ranks) != len(outputs):
-            raise RuleError(f"rule {text!r} of {call.op} has {len(inputs)} inputs and {len(outputs)} outputs; the call has "
-                            f"{len(ranks)} tensors and {len(out_ranks)} outputs")  # fmt: skip
+            raise RuleError(
+                f"rule {text!r} of {call.op} has {len(inputs)} inputs and {len(outputs)} outputs; the call has "
+                f"{len(ranks)} tensors and {len(out_ranks)} outputs"
+            )
         ins = [_fill(term, rank) for term, rank in zip(inputs, ranks, strict=True)]
         outs = [_fill(term, rank) for term, rank in zip(outputs, out_ranks, strict=True)]
         by_name: dict[str, list[Dims]] = {}
@@ -274,8 +291,15 @@ def written(text: str, *, reduce: Mapping[str, str] | None = None, linear: Seque
         # The op would have to be told to make a part of a factor that no input brings: it stays whole.
         given = {name for dims in rule.inputs for group in dims for name in group}
         kept = rule.whole | {name for name in rule.factors if name not in given}
-        return OpRule(rule.inputs, rule.outputs, rule.sizes, kept, rule.reduce,
-                      tuple(frozenset(group) for group in linear), rule.lookup)  # fmt: skip
+        return OpRule(
+            rule.inputs,
+            rule.outputs,
+            rule.sizes,
+            kept,
+            rule.reduce,
+            tuple(frozenset(group) for group in linear),
+            rule.lookup,
+        )
 
     return derive
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.rules import Call, Dims, OpRule, build, derives, written
+from autopar.rules import Call, Dims, OpRule, build, derives, overloads_of, written
 from autopar.rules_view import names
 
 aten = torch.ops.aten
@@ -13,37 +13,61 @@ aten = torch.ops.aten
 
 _JOINTLY_LINEAR = {aten.add.Tensor: ("self", "other"), aten.sub.Tensor: ("self", "other")}
 _LINEAR_IN_EACH = {aten.mul.Tensor: ("self", "other"), aten.div.Tensor: ("self",)}
-_LINEAR = {aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.clone.default, aten.alias.default, aten.detach.default,
-           aten.positive.default}  # fmt: skip
+_LINEAR = {
+    aten.neg.default,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.positive.default,
+}
 
 
 @derives(
-    aten.clone, aten._to_copy, aten.detach, aten.alias, aten.copy.default, aten.contiguous, aten.lift_fresh_copy,
-    aten.threshold_backward, aten.gelu_backward, aten.silu_backward, aten.tanh_backward, aten.sigmoid_backward,
-    aten.where.self, aten.masked_fill, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like,
+    aten.clone,
+    aten._to_copy,
+    aten.detach,
+    aten.alias,
+    aten.copy.default,
+    aten.contiguous,
+    aten.lift_fresh_copy,
+    aten.threshold_backward,
+    aten.gelu_backward,
+    aten.silu_backward,
+    aten.tanh_backward,
+    aten.sigmoid_backward,
+    aten.where.self,
+    aten.masked_fill,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.empty_like,
     aten.native_dropout_backward,
-)  # fmt: skip
+)
 def pointwise(call: Call) -> OpRule:
     """Every output element depends on the inputs' elements at the same (broadcast) position."""
     shape = call.out_shape
     out = names(len(shape))
-    inputs: dict[str, Dims | list[Dims]] = {}
+    inputs: dict[str, list[Dims]] = {}
     for name, node in call.named:
         source = tuple(node.meta["val"].shape)
         offset = len(shape) - len(source)
-        dims = tuple((out[i + offset],) if size == shape[i + offset] and size != 1 else () for i, size in enumerate(source))
-        inputs.setdefault(name, []).append(dims)  # type: ignore[union-attr,arg-type]
+        dims = tuple(
+            (out[i + offset],) if size == shape[i + offset] and size != 1 else () for i, size in enumerate(source)
+        )
+        inputs.setdefault(name, []).append(dims)
     result = tuple((f,) if size != 1 else () for f, size in zip(out, shape, strict=True))
     return build(call, inputs, [result] * len(call.outputs), linear=_linear_sets(call))
 
 
 def _linear_sets(call: Call) -> list[tuple[str, ...]]:
     tensors = {name for name, _ in call.named}
-    joint = _JOINTLY_LINEAR.get(call.op)  # type: ignore[arg-type]
+    joint = _JOINTLY_LINEAR.get(call.op)
     if joint:
         # Adding a constant is not linear: each of n partial sums would add it.
         return [joint] if set(joint) <= tensors else []
-    each = _LINEAR_IN_EACH.get(call.op)  # type: ignore[arg-type]
+    each = _LINEAR_IN_EACH.get(call.op)
     if each:
         return [(name,) for name in each if name in tensors]
     return [("self",)] if call.op in _LINEAR else []
@@ -68,17 +92,23 @@ def reduction(call: Call) -> OpRule:
     keep = bool(call.args.get("keepdim"))
     base = names(rank)
     out = tuple(() if i in reduced else (f,) for i, f in enumerate(base) if keep or i not in reduced)
-    kind = next(k for k, ops in _REDUCTIONS.items() if any(call.op is o or call.op in _overloads(o) for o in ops))
+    kind = next(kind for kind, ops in _REDUCTIONS.items() if any(call.op in overloads_of(op) for op in ops))
     linear = [["self"]] if kind == "sum" else []
-    return build(call, {"self": tuple((f,) for f in base)}, [out], reduce={base[i]: kind for i in reduced}, linear=linear)
+    return build(
+        call, {"self": tuple((f,) for f in base)}, [out], reduce={base[i]: kind for i in reduced}, linear=linear
+    )
 
 
-def _overloads(op: object) -> list[object]:
-    return [getattr(op, n) for n in op.overloads()] if isinstance(op, torch._ops.OpOverloadPacket) else []
-
-
-@derives(aten._softmax, aten._log_softmax, aten._safe_softmax, aten.cumsum, aten.logcumsumexp, aten.cumprod,
-         aten.argmax, aten.argmin)  # fmt: skip
+@derives(
+    aten._softmax,
+    aten._log_softmax,
+    aten._safe_softmax,
+    aten.cumsum,
+    aten.logcumsumexp,
+    aten.cumprod,
+    aten.argmax,
+    aten.argmin,
+)
 def along_dim(call: Call) -> OpRule:
     """Every slice along `dim` is handled by itself; `dim` stays whole."""
     rank = len(call.shape("self"))
@@ -88,9 +118,11 @@ def along_dim(call: Call) -> OpRule:
     base = names(rank)
     source = tuple((f,) for f in base)
     kept = len(call.out_shape) == rank and call.out_shape[dim : dim + 1] == call.shape("self")[dim : dim + 1]
-    out = source if kept else tuple(
-        () if i == dim else (f,) for i, f in enumerate(base) if i != dim or len(call.out_shape) == rank
-    )  # fmt: skip
+    out = (
+        source
+        if kept
+        else tuple(() if i == dim else (f,) for i, f in enumerate(base) if i != dim or len(call.out_shape) == rank)
+    )
     linear = [["self"]] if call.op is aten.cumsum.default else []
     return build(call, {"self": source}, [out], whole=base[dim : dim + 1], linear=linear)
 
@@ -121,7 +153,8 @@ derives(aten.mv)(written("m k, k -> m", linear=[[0], [1]]))
 
 @derives(aten.addmm, aten.baddbmm)
 def addmm(call: Call) -> OpRule:
-    """A product with a bias.  The contracted factor stays whole: cut, every rank would add the bias.  (The rewrite first
+    """A product with a bias.  The contracted factor stays whole: cut, every rank would add the bias.  (The rewrite
+    first
     takes the op apart where a plan cuts it.)"""
     batched = "batch1" in call.args
     left, right = ("batch1", "batch2") if batched else ("mat1", "mat2")
@@ -131,7 +164,11 @@ def addmm(call: Call) -> OpRule:
     offset = len(out) - len(bias)
     shape = call.out_shape
     bias_dims = tuple(out[i + offset] if size == shape[i + offset] else () for i, size in enumerate(bias))
-    inputs: dict[str, Dims | list[Dims]] = {"self": bias_dims, left: (*lead, ("m",), ("k",)), right: (*lead, ("k",), ("n",))}
+    inputs: dict[str, Dims | list[Dims]] = {
+        "self": bias_dims,
+        left: (*lead, ("m",), ("k",)),
+        right: (*lead, ("k",), ("n",)),
+    }
     return build(call, inputs, [out], whole=["k"])
 
 
@@ -161,8 +198,13 @@ def layer_norm_backward(call: Call) -> OpRule:
     full = tuple((f,) for f in base)
     statistics = (*full[: rank - normal], *(() for _ in range(normal)))
     inputs: dict[str, Dims | list[Dims]] = {
-        "grad_out": full, "input": full, "mean": statistics, "rstd": statistics, "weight": tail, "bias": tail,
-    }  # fmt: skip
+        "grad_out": full,
+        "input": full,
+        "mean": statistics,
+        "rstd": statistics,
+        "weight": tail,
+        "bias": tail,
+    }
     outs: list[Dims] = [full, *[tail] * (len(call.outputs) - 1)]
     outs = [dims if isinstance(v, torch.Tensor) else () for dims, v in zip(outs, call.outputs, strict=True)]
     return build(call, inputs, outs, whole=base[rank - normal :])
@@ -198,8 +240,10 @@ def attention(call: Call) -> OpRule:
     heads, kv_heads = _heads(call.shape("query"), call.shape("key"))
     query: Dims = (("b",), heads, ("s",), ("e",))
     inputs: dict[str, Dims | list[Dims]] = {
-        "query": query, "key": (("b",), kv_heads, ("t",), ("e",)), "value": (("b",), kv_heads, ("t",), ("v",)),
-    }  # fmt: skip
+        "query": query,
+        "key": (("b",), kv_heads, ("t",), ("e",)),
+        "value": (("b",), kv_heads, ("t",), ("v",)),
+    }
     for mask in ("attn_mask", "attn_bias"):
         if call.args.get(mask) is not None:
             inputs[mask] = _attention_mask(call, mask, heads)
@@ -248,8 +292,13 @@ def attention_backward(call: Call) -> OpRule:
 def embedding(call: Call) -> OpRule:
     """Rows of a table: with the table cut by rows, each rank finds its own and the sum is the answer."""
     index = tuple((f,) for f in names(len(call.shape("indices")), "i"))
-    return build(call, {"weight": (("v",), ("h",)), "indices": index}, [(*index, ("h",))], lookup={"v": "indices"},
-                 linear=[["weight"]])  # fmt: skip
+    return build(
+        call,
+        {"weight": (("v",), ("h",)), "indices": index},
+        [(*index, ("h",))],
+        lookup={"v": "indices"},
+        linear=[["weight"]],
+    )
 
 
 @derives(aten.embedding_dense_backward)
@@ -258,8 +307,14 @@ def embedding_backward(call: Call) -> OpRule:
     index = tuple((f,) for f in names(len(call.shape("indices")), "i"))
     # Scaling by frequency counts each row's uses over all the indices.
     whole = ["v", *names(len(index), "i")] if call["scale_grad_by_freq"] else []
-    return build(call, {"grad_output": (*index, ("h",)), "indices": index}, [(("v",), ("h",))], lookup={"v": "indices"},
-                 whole=whole, linear=[["grad_output"]])  # fmt: skip
+    return build(
+        call,
+        {"grad_output": (*index, ("h",)), "indices": index},
+        [(("v",), ("h",))],
+        lookup={"v": "indices"},
+        whole=whole,
+        linear=[["grad_output"]],
+    )
 
 
 @derives(aten.gather)
@@ -288,7 +343,7 @@ def index(call: Call) -> OpRule:
     if any(v.dtype == torch.bool for v in vals):
         return build(call, {}, [tuple(() for _ in call.out_shape)])
     width = max(v.dim() for v in vals)
-    broadcast = torch.broadcast_shapes(*(v.shape for v in vals))
+    broadcast = torch.broadcast_shapes(*(v.shape for v in vals))  # type: ignore[no-untyped-call]
     block: Dims = tuple((f,) if n != 1 else () for f, n in zip(names(width, "i"), broadcast, strict=True))
     terms: list[Dims] = [
         tuple(block[width - v.dim() + i] if n == broadcast[width - v.dim() + i] else () for i, n in enumerate(v.shape))

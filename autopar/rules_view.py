@@ -39,7 +39,7 @@ def match_view(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims
         count += 1
         (i, m), (j, n) = a[0], b[0]
         common = math.gcd(m, n)
-        if m == n or m == common or n == common:
+        if common in (m, n):
             left[i].append(name)
             right[j].append(name)
             for queue, size in ((a, m), (b, n)):

@@ -79,11 +79,15 @@ def strategy_mesh(strategy: str, sizes: Sequence[int], ranks_per_node: int) -> M
         inner = next((total // d for d in range(math.isqrt(total), 1, -1) if total % d == 0), 0)
         inner = min(inner, total // inner) if inner else 0
     if not inner:
-        raise MeshError(f"{strategy} needs two mesh axes, and {total} ranks do not factor; use zero3 or tp, or another rank count")
+        raise MeshError(
+            f"{strategy} needs two mesh axes, and {total} ranks do not factor; use zero3 or tp, or another rank count"
+        )
     return Mesh(names, (total // inner, inner))
 
 
-def named_plan(strategy: str, joint: JointGraph, analysis: FactorAnalysis, mesh: Mesh, compute: Compute, price: Price) -> Plan:
+def named_plan(
+    strategy: str, joint: JointGraph, analysis: FactorAnalysis, mesh: Mesh, compute: Compute, price: Price
+) -> Plan:
     """The plan of a named strategy.
 
     Args:
@@ -101,8 +105,10 @@ def named_plan(strategy: str, joint: JointGraph, analysis: FactorAnalysis, mesh:
         return Plan(strategy, mesh, (batch,), _stored(params, replicated(mesh)))
     if strategy in ("zero1", "zero2", "zero3", "hsdp"):
         axis = mesh.num_axes - 1
-        storage = {path: Storage(cut_at_rest(node, replicated(mesh), axis, mesh), strategy in ("zero3", "hsdp"))
-                   for path, node in params.items()}  # fmt: skip
+        storage = {
+            path: Storage(cut_at_rest(node, replicated(mesh), axis, mesh), strategy in ("zero3", "hsdp"))
+            for path, node in params.items()
+        }
         return Plan(strategy, mesh, (batch,) * mesh.num_axes, storage, delay_reduction=strategy == "zero1")
     factors = [batch] if strategy == "fsdp+tp" else []
     sequence = _sequence_refs(joint, analysis) if strategy == "tp+sp" else ()
@@ -154,13 +160,19 @@ def cut_at_rest(node: fx.Node, sharding: Sharding, axis: int, mesh: Mesh) -> Sha
 
 def _batch_refs(joint: JointGraph) -> tuple[FactorRef, ...]:
     """The batch, named by the first input that has it (the analysis knows that all share it)."""
-    return tuple(FactorRef(f"input:{path}", dim, 0, "batch") for path, dim in itertools.islice(joint.batch_dims.items(), 1))
+    return tuple(
+        FactorRef(f"input:{path}", dim, 0, "batch") for path, dim in itertools.islice(joint.batch_dims.items(), 1)
+    )
 
 
 def _sequence_refs(joint: JointGraph, analysis: FactorAnalysis) -> tuple[FactorRef, ...]:
     """The sequence: a dim of a batched input beside the batch that no parameter shares."""
-    in_params = {f for node in joint.param_nodes().values() for d in range(node.meta["val"].dim())
-                 for f in analysis.dim_factors(node, d)}  # fmt: skip
+    in_params = {
+        f
+        for node in joint.param_nodes().values()
+        for d in range(node.meta["val"].dim())
+        for f in analysis.dim_factors(node, d)
+    }
     for path, batch in joint.batch_dims.items():
         node = analysis.anchors[f"input:{path}"]
         for dim in range(node.meta["val"].dim()):
@@ -247,9 +259,13 @@ def _factors_kept_whole(analysis: FactorAnalysis) -> set[int]:
 
 _aten = torch.ops.aten
 _TAKEN_APART = {
-    _aten.addmm.default, _aten.baddbmm.default, _aten._log_softmax.default, _aten._softmax.default,
-    _aten._log_softmax_backward_data.default, _aten._softmax_backward_data.default,
-}  # fmt: skip
+    _aten.addmm.default,
+    _aten.baddbmm.default,
+    _aten._log_softmax.default,
+    _aten._softmax.default,
+    _aten._log_softmax_backward_data.default,
+    _aten._softmax_backward_data.default,
+}
 """Ops that need a factor whole only as long as they are fused (the rewrite takes them apart)."""
 
 
@@ -263,10 +279,14 @@ def _multiplied_params(joint: JointGraph) -> set[fx.Node]:
             for user in value.users:
                 if user.target in products:
                     out.add(node)
-                elif len(tensor_inputs(user)) == 1 and user.op == "call_function" and user not in seen:
-                    if getattr(user.target, "is_view", False) or source_of(user)[0] is not user:
-                        seen.append(user)
+                elif user not in seen and len(tensor_inputs(user)) == 1 and _only_looks(user):
+                    seen.append(user)
     return out
+
+
+def _only_looks(user: fx.Node) -> bool:
+    """Whether a call gives a view of its input, or picks one output."""
+    return user.op == "call_function" and (getattr(user.target, "is_view", False) or source_of(user)[0] is not user)
 
 
 def _table_worth_cutting(joint: JointGraph, node: fx.Node) -> bool:
@@ -282,5 +302,3 @@ def _label(node: fx.Node, dim: int) -> str:
         if rule is not None and rule.lookup:
             return "vocab" if dim == 0 else "hidden"
     return f"dim{dim}"
-
-

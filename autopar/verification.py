@@ -12,15 +12,18 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autopar.cost_model.ops import count_flops
 from autopar.errors import BatchError, VerificationError
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
 from autopar.plan import Plan
 from autopar.program import Collective, LocalGraph, LocalProgram
 from autopar.runtime.lockstep import run_lockstep
 from autopar.runtime.sharding import shard_tensor, unshard
+from autopar.signature import flatten_inputs
 
 TOLERANCE = 1e-9
-"""Largest accepted difference, relative to the largest entry of the tensor: float64 leaves about 1e-15 per operation, and a
+"""Largest accepted difference, relative to the largest entry of the tensor: float64 leaves about 1e-15 per operation,
+and a
 missing or doubled reduction is off by a factor of the rank count."""
 
 
@@ -46,11 +49,11 @@ class VerifyReport:
     worst: str
     errors: Mapping[str, float]
     plan: Plan
-    sharded_flops_fraction: float = 1.0
+    sharded_flops_fraction: float
 
     def __str__(self) -> str:
         word = "equal" if self.ok else "DIFFERENT"
-        return f"{word}: {len(self.errors)} tensors compared, largest relative error {self.max_rel_err:.2e} in {self.worst}"
+        return f"{word}: {len(self.errors)} tensors, largest relative error {self.max_rel_err:.2e} in {self.worst}"
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -64,7 +67,10 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
         return 0.0 if torch.equal(found, expected) else float("inf")
     same = (found == expected) | (found.isnan() & expected.isnan())
     difference = torch.where(same, torch.zeros_like(expected.abs()), (found - expected).abs())
-    error = float(difference.max() / expected.abs().where(expected.isfinite(), torch.zeros_like(expected.abs())).max().clamp_min(1e-300))
+    error = float(
+        difference.max()
+        / expected.abs().where(expected.isfinite(), torch.zeros_like(expected.abs())).max().clamp_min(1e-300)
+    )
     return error if error == error else float("inf")
 
 
@@ -78,7 +84,9 @@ class SingleDevice:
     tangents: dict[str, torch.Tensor]
 
 
-def run_single_device(model: nn.Module, joint: JointGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SingleDevice:
+def run_single_device(
+    model: nn.Module, joint: JointGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> SingleDevice:
     """Run the unmodified module eagerly; gradients start from random tangents, or from 1 for a scalar."""
     tangent_paths = [s.path for s in joint.inputs if s.kind is InputKind.TANGENT]
     tree = joint.output_tree
@@ -106,7 +114,10 @@ def run_traced(
     joint: JointGraph, values: Mapping[GraphInput, torch.Tensor], tangents: dict[str, torch.Tensor]
 ) -> SingleDevice:
     """Run the joint graph as it was traced, on one device."""
-    flat = [SEED if s.kind is InputKind.SEED else tangents[s.path] if s.kind is InputKind.TANGENT else values[s] for s in joint.inputs]
+    flat = [
+        SEED if s.kind is InputKind.SEED else tangents[s.path] if s.kind is InputKind.TANGENT else values[s]
+        for s in joint.inputs
+    ]
     with torch.no_grad():
         results = dict(zip(joint.outputs, joint.module(*flat), strict=True))
 
@@ -147,7 +158,11 @@ def run_all_ranks(
 
 
 def _rank_inputs(
-    graph: LocalGraph, program: LocalProgram, values: Mapping[GraphInput, torch.Tensor], saved: Mapping[str, Any], rank: int
+    graph: LocalGraph,
+    program: LocalProgram,
+    values: Mapping[GraphInput, torch.Tensor],
+    saved: Mapping[str, Any],
+    rank: int,
 ) -> list[Any]:
     out: list[Any] = []
     for spec, sharding in zip(graph.inputs, graph.input_shardings, strict=True):
@@ -170,18 +185,23 @@ _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 class Float64Throughout(TorchFunctionMode):
     """Lifts the casts that a model makes to a lower precision (`logits.float()`) to float64.
 
-    Otherwise one such cast would bring float32's rounding, which depends on the order of a sum, into a comparison that is
+    Otherwise one such cast would bring float32's rounding, which depends on the order of a sum, into a comparison that
+    is
     meant to be free of it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        lift = lambda value: torch.float64 if value.__class__ is torch.dtype and value in _LOW else value  # noqa: E731
+        def lift(value: Any) -> Any:
+            return torch.float64 if isinstance(value, torch.dtype) and value in _LOW else value
+
         if func in _CASTS:
             return args[0].to(torch.float64)
         return func(*map(lift, args), **{name: lift(value) for name, value in (kwargs or {}).items()})
 
 
-def in_float64(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def in_float64(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Copies of a model and its inputs in float64 on the CPU; parameters on the meta device get random values."""
     copied = copy.deepcopy(model)
     if any(t.is_meta for t in [*copied.parameters(), *copied.buffers()]):
@@ -204,7 +224,12 @@ def in_float64(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def compare(
-    joint: JointGraph, program: LocalProgram, plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    joint: JointGraph,
+    program: LocalProgram,
+    plan: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> VerifyReport:
     """Compare a program with the single device on global inputs.  `model` is left with gradients.
 
@@ -212,8 +237,6 @@ def compare(
         BatchError: if the batch cannot be cut over the ranks.
         VerificationError: if the program fails to run, or moves other bytes than its graph says.
     """
-    from autopar.signature import flatten_inputs
-
     values: dict[GraphInput, torch.Tensor] = {}
     flat = dict(flatten_inputs(args, kwargs)[0])
     check_batch(flat, joint.batch_dims, program.mesh.num_ranks)
@@ -229,18 +252,35 @@ def compare(
     values.update({GraphInput(InputKind.TANGENT, path): value for path, value in reference.tangents.items()})
     results, executed = run_all_ranks(program, values)
     _check_bytes(program.collectives(), executed)
-    errors = {}
+    known: dict[OutputKind, tuple[Mapping[str, torch.Tensor | None], str]] = {
+        OutputKind.OUTPUT: (reference.outputs, "output"),
+        OutputKind.GRADIENT: (reference.gradients, "gradient of"),
+        OutputKind.MUTATION: (reference.buffers, "buffer"),
+    }
+    errors: dict[str, float] = {}
     for (kind, path), found in results.items():
-        expected = {OutputKind.OUTPUT: reference.outputs, OutputKind.GRADIENT: reference.gradients,
-                    OutputKind.MUTATION: reference.buffers}[kind][path]  # fmt: skip
-        name = {OutputKind.OUTPUT: "output", OutputKind.GRADIENT: "gradient of", OutputKind.MUTATION: "buffer"}[kind]
+        expected, name = known[kind][0].get(path), f"{known[kind][1]} {path}"
         if found is None or expected is None:
             zero = found is None and (expected is None or not expected.any())
-            errors[f"{name} {path}"] = 0.0 if zero or (found is not None and not found.any()) else float("inf")
+            errors[name] = 0.0 if zero or (found is not None and not found.any()) else float("inf")
         else:
-            errors[f"{name} {path}"] = relative_error(found, expected)
+            errors[name] = relative_error(found, expected)
     worst = max(errors, key=errors.__getitem__)
-    return VerifyReport(errors[worst] <= TOLERANCE, errors[worst], worst, errors, plan)
+    return VerifyReport(
+        errors[worst] <= TOLERANCE, errors[worst], worst, errors, plan, sharded_flops_fraction(joint, program)
+    )
+
+
+def sharded_flops_fraction(joint: JointGraph, program: LocalProgram) -> float:
+    """Share of the matrix FLOPs that is divided over the ranks; the rest is repeated on each.
+
+    One rank computes local = whole · (f / n + 1 - f) of the whole step's FLOPs, which is solved for f.
+    """
+    whole = count_flops(joint.module.graph)
+    graphs = [program.forward, *([program.backward] if program.backward else [])]
+    local = sum(count_flops(graph.module.graph) for graph in graphs)
+    n = program.mesh.num_ranks
+    return (1 - local / whole) / (1 - 1 / n) if whole and n > 1 else 1.0
 
 
 def check_batch(inputs: Mapping[str, torch.Tensor], batch_dims: Mapping[str, int], num_ranks: int) -> None:

@@ -1,7 +1,8 @@
 """Decompose: take apart the ops that a plan cuts along a factor which they need whole.
 
 Changes rounding.  A softmax over a cut vocabulary becomes a maximum, a sum and pointwise ops, each of which can be cut
-(this is Megatron-LM's vocabulary-parallel cross entropy); a product with a bias, contracted over a cut factor, becomes a
+(this is Megatron-LM's vocabulary-parallel cross entropy); a product with a bias, contracted over a cut factor, becomes
+a
 product and a sum, so that the bias is added once.  Ops that the plan leaves whole stay fused.
 """
 
@@ -17,21 +18,9 @@ from autopar.factors import FactorAnalysis
 from autopar.graph import JointGraph
 from autopar.plan import Plan
 from autopar.rules import Call
+from autopar.writer import Writer
 
 aten = torch.ops.aten
-
-
-class Writer:
-    """Writes ops into the joint graph in place of one node, in global shapes."""
-
-    def __init__(self, node: fx.Node) -> None:
-        self.node = node
-
-    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = self.node.graph.call_function(op, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        new.meta = {"val": op(*values[0], **values[1]), "module": self.node.meta["module"], "backward": self.node.meta["backward"]}
-        return new
 
 
 def _addmm(call: Call, write: Writer) -> fx.Node:

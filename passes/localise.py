@@ -16,7 +16,7 @@ from torch import fx
 from autopar.mesh import Mesh
 from autopar.passes.propagate import Cut
 from autopar.passes.reshard import is_reshard
-from autopar.placement import Sharding, is_sharded, local_shape, shard_dim, shard_split
+from autopar.placement import is_sharded, local_shape, shard_dim, shard_split
 from autopar.rules import Call, tensor_inputs
 
 aten = torch.ops.aten
@@ -192,7 +192,12 @@ def _localise_random(node: fx.Node, ranks: dict[str, fx.Node], mesh: Mesh) -> No
 
 
 def _localise_lookup(
-    graph: fx.Graph, node: fx.Node, index_position: int, cuts: list[tuple[int, Cut]], ranks: dict[str, fx.Node], mesh: Mesh
+    graph: fx.Graph,
+    node: fx.Node,
+    index_position: int,
+    cuts: list[tuple[int, Cut]],
+    ranks: dict[str, fx.Node],
+    mesh: Mesh,
 ) -> None:
     """Let each rank look up only what it holds: shift the indices, and mask those that other ranks hold.
 
@@ -206,10 +211,19 @@ def _localise_lookup(
     with graph.inserting_before(node):
         block: Any = 0
         for axis, _ in cuts:
-            block = emit.number(operator.add, emit.number(operator.mul, block, mesh.sizes[axis]), ranks[mesh.names[axis]])
+            block = emit.number(
+                operator.add, emit.number(operator.mul, block, mesh.sizes[axis]), ranks[mesh.names[axis]]
+            )
         local = emit(aten.sub.Tensor, (index, emit.number(operator.mul, block, held)), index)
-        outside = emit(aten.logical_or.default, (emit(aten.lt.Scalar, (local, 0), index, torch.bool),
-                                                 emit(aten.ge.Scalar, (local, held), index, torch.bool)), index, torch.bool)  # fmt: skip
+        outside = emit(
+            aten.logical_or.default,
+            (
+                emit(aten.lt.Scalar, (local, 0), index, torch.bool),
+                emit(aten.ge.Scalar, (local, held), index, torch.bool),
+            ),
+            index,
+            torch.bool,
+        )
         if backward and call.args.get("padding_idx", -1) >= 0:
             padding = emit(aten.eq.Scalar, (index, call["padding_idx"]), index, torch.bool)
             outside = emit(aten.logical_or.default, (outside, padding), index, torch.bool)
@@ -238,7 +252,11 @@ def _mask_result(graph: fx.Graph, node: fx.Node, outside: fx.Node, emit: _Emitte
         mask = outside
         if node.meta["val"].dim() > outside.meta["val"].dim():
             mask = graph.call_function(aten.unsqueeze.default, (outside, -1))
-            mask.meta = {**outside.meta, "val": outside.meta["val"].unsqueeze(-1), "global_shape": (*outside.meta["global_shape"], 1)}
+            mask.meta = {
+                **outside.meta,
+                "val": outside.meta["val"].unsqueeze(-1),
+                "global_shape": (*outside.meta["global_shape"], 1),
+            }
     with graph.inserting_after(mask if mask is not outside else node):
         masked = graph.call_function(aten.masked_fill.Scalar, (node, mask, 0))
         masked.meta = dict(node.meta)
@@ -252,15 +270,19 @@ class _Emitter:
     def __init__(self, graph: fx.Graph, owner: fx.Node) -> None:
         self.graph, self.owner = graph, owner
 
-    def __call__(self, op: Any, args: tuple[Any, ...], like: fx.Node, dtype: torch.dtype | None = None, extra: int = 0) -> fx.Node:
+    def __call__(
+        self, op: Any, args: tuple[Any, ...], like: fx.Node, dtype: torch.dtype | None = None, extra: int = 0
+    ) -> fx.Node:
         new = self.graph.call_function(op, args)
         value = like.meta["val"]
         shape = (*value.shape, *(1 for _ in range(extra)))
         new.meta = {
             "val": torch.empty(shape, dtype=dtype or value.dtype, device="meta"),
-            "module": self.owner.meta["module"], "backward": self.owner.meta["backward"],
-            "sharding": like.meta["sharding"], "global_shape": (*like.meta["global_shape"], *(1 for _ in range(extra))),
-        }  # fmt: skip
+            "module": self.owner.meta["module"],
+            "backward": self.owner.meta["backward"],
+            "sharding": like.meta["sharding"],
+            "global_shape": (*like.meta["global_shape"], *(1 for _ in range(extra))),
+        }
         return new
 
     def number(self, op: Any, left: Any, right: Any) -> Any:
@@ -270,6 +292,11 @@ class _Emitter:
         if op is operator.add and left == 0:
             return right
         new = self.graph.call_function(op, (left, right))
-        new.meta = {"val": 0, "module": self.owner.meta["module"], "backward": self.owner.meta["backward"], "sharding": None,
-                    "global_shape": None}  # fmt: skip
+        new.meta = {
+            "val": 0,
+            "module": self.owner.meta["module"],
+            "backward": self.owner.meta["backward"],
+            "sharding": None,
+            "global_shape": None,
+        }
         return new

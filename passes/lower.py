@@ -1,6 +1,7 @@
 """Lower reshards to collectives and local slices.
 
-Preserves numerics up to the order in which a collective sums.  A reshard is lowered one mesh axis at a time, by the first
+Preserves numerics up to the order in which a collective sums.  A reshard is lowered one mesh axis at a time, by the
+first
 of these that is possible:
 
 1. replicate -> shard: slice locally, which is free and makes everything after it smaller;
@@ -9,12 +10,14 @@ of these that is possible:
 4. shard -> another dim: all-to-all, or a gather and a slice where a dim does not divide;
 5. shard -> replicate: all-gather.
 
-A dim cut by several axes with the same split nests them in mesh order, so the innermost must be gathered first and cut last;
+A dim cut by several axes with the same split nests them in mesh order, so the innermost must be gathered first and cut
+last;
 where that forbids every step, the innermost axis in the way is gathered and cut again later.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +60,7 @@ def route(source: Sharding, target: Sharding, shape: Sequence[int], mesh: Mesh) 
     gathered = tuple(Replicate() if is_uneven(source, a, shape, mesh) else source[a] for a in axes)
     last = tuple(gathered[a] if is_uneven(target, a, shape, mesh) else target[a] for a in axes)
     stops = [source, gathered, last, target]
-    for before, after in zip(stops, stops[1:], strict=False):
+    for before, after in itertools.pairwise(stops):
         yield from steps(before, after, mesh)
 
 
@@ -127,7 +130,9 @@ class _Lowering:
 
     def apply(self, step: Step) -> None:
         axis, now, then = step
-        if isinstance(now, Replicate):
+        if self.mesh.sizes[axis] == 1:
+            self.state[axis] = then  # alone on its axis, a rank holds the whole either way
+        elif isinstance(now, Replicate):
             self._slice(axis, then)
         elif isinstance(now, Partial) and is_sharded(then):
             self._reduce_scatter(axis, now, then)
@@ -142,7 +147,8 @@ class _Lowering:
         else:
             self._all_gather(axis, now)
         self.state[axis] = then
-        self.value.meta["sharding"] = tuple(self.state)
+        if self.value is not self.node.args[0]:
+            self.value.meta["sharding"] = tuple(self.state)
 
     # -- bookkeeping
 
@@ -153,9 +159,13 @@ class _Lowering:
     def _emit(self, op: Any, args: tuple[Any, ...], shape: tuple[int, ...], **kwargs: Any) -> None:
         self.value = self.graph.call_function(op, args, kwargs)
         self.value.meta = {
-            "val": torch.empty(shape, dtype=self.dtype, device="meta"), "module": self.node.meta["module"],
-            "backward": self.node.meta["backward"], "sharding": None, "global_shape": self.global_shape, "layout": True,
-        }  # fmt: skip
+            "val": torch.empty(shape, dtype=self.dtype, device="meta"),
+            "module": self.node.meta["module"],
+            "backward": self.node.meta["backward"],
+            "sharding": None,
+            "global_shape": self.global_shape,
+            "layout": True,
+        }
 
     def _reshape(self, *shape: int) -> None:
         if self.shape != shape:
@@ -165,7 +175,9 @@ class _Lowering:
         if order != tuple(sorted(order)):
             self._emit(aten.permute.default, (self.value, list(order)), tuple(self.shape[i] for i in order))
 
-    def _collective(self, op: Any, args: tuple[Any, ...], axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    def _collective(
+        self, op: Any, args: tuple[Any, ...], axis: int, before: tuple[int, ...], after: tuple[int, ...]
+    ) -> None:
         if op is not c10d.all_reduce.default:  # which copies its input; the others insist on a dense one
             self._emit(aten.contiguous.default, (self.value,), before)
         self._emit(op, (self.value, *args, self.mesh.names[axis]), after)
@@ -195,7 +207,9 @@ class _Lowering:
             self._emit(take_chunk, (self.value, dim, n, rank), local)
         elif split == 1:
             start = self._number(operator.mul, rank, local[dim])
-            self._emit(aten.slice.Tensor, (self.value, dim, start, self._number(operator.add, start, local[dim])), local)
+            self._emit(
+                aten.slice.Tensor, (self.value, dim, start, self._number(operator.add, start, local[dim])), local
+            )
         else:
             inner = shape[dim] // (split * n)
             self._reshape(*shape[:dim], split, n, inner, *shape[dim + 1 :])
@@ -204,8 +218,13 @@ class _Lowering:
 
     def _number(self, op: Any, left: Any, right: Any) -> fx.Node:
         node = self.graph.call_function(op, (left, right))
-        node.meta = {"val": 0, "module": self.node.meta["module"], "backward": self.node.meta["backward"], "sharding": None,
-                     "global_shape": None}  # fmt: skip
+        node.meta = {
+            "val": 0,
+            "module": self.node.meta["module"],
+            "backward": self.node.meta["backward"],
+            "sharding": None,
+            "global_shape": None,
+        }
         return node
 
     def _reduce_scatter(self, axis: int, now: Partial, then: Placement) -> None:
@@ -218,7 +237,9 @@ class _Lowering:
             shape = padded
         local = self._to_front(dim, split, n)
         front = self.shape
-        self._collective(c10d.reduce_scatter_tensor.default, (now.reduce_op, n), axis, front, (front[0] // n, *front[1:]))
+        self._collective(
+            c10d.reduce_scatter_tensor.default, (now.reduce_op, n), axis, front, (front[0] // n, *front[1:])
+        )
         self._reshape(*local)
         if uneven:
             size = self.global_shape[dim]
@@ -244,6 +265,9 @@ class _Lowering:
         before, inner, after = math.prod(part[:dim]), part[dim] // split, math.prod(part[dim + 1 :])
         self._reshape(n, before, split, inner, after)
         self._permute(1, 2, 0, 3, 4)
+        # Dense, as the traced value is: a reshape alone may give a view, and attention kernels want the last dim's
+        # stride 1.
+        self._emit(aten.contiguous.default, (self.value,), self.shape)
         self._reshape(*part[:dim], part[dim] * n, *part[dim + 1 :])
 
     def _all_gather(self, axis: int, now: Placement) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
+from autopar.placement import Sharding
 from autopar.program import LocalGraph
 
 _FORWARD_INPUTS = (InputKind.PARAM, InputKind.BUFFER, InputKind.INPUT, InputKind.RANK, InputKind.SEED)
@@ -52,7 +53,8 @@ def _ancestors(roots: Sequence[fx.Node]) -> set[fx.Node]:
 def _reaches_no_tangent(node: fx.Node, specs: dict[fx.Node, GraphInput], forward: set[fx.Node]) -> bool:
     """Whether a node can be computed in the forward pass: all that it reads is there."""
     return all(
-        (p in specs and specs[p].kind in _FORWARD_INPUTS) or p in forward or p.op == "get_attr" for p in node.all_input_nodes
+        (p in specs and specs[p].kind in _FORWARD_INPUTS) or p in forward or p.op == "get_attr"
+        for p in node.all_input_nodes
     )
 
 
@@ -61,27 +63,46 @@ def _given_again(node: fx.Node, specs: dict[fx.Node, GraphInput]) -> bool:
     return (node in specs and specs[node].kind in (InputKind.TANGENT, InputKind.RANK)) or node.op == "get_attr"
 
 
-Output = tuple[GraphOutput, "fx.Node | None", object]
+Output = tuple[GraphOutput, "fx.Node | None", "Sharding | None"]
 
 
-def _forward(joint: LocalGraph, nodes: list[fx.Node], specs: dict[fx.Node, GraphInput], inside: set[fx.Node],
-             early: list[Output], saved: list[fx.Node]) -> LocalGraph:  # fmt: skip
-    graph, copies = fx.Graph(), {}
-    inputs, shardings = [], []
+def _forward(
+    joint: LocalGraph,
+    nodes: list[fx.Node],
+    specs: dict[fx.Node, GraphInput],
+    inside: set[fx.Node],
+    early: list[Output],
+    saved: list[fx.Node],
+) -> LocalGraph:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs: list[GraphInput] = []
+    shardings: list[Sharding | None] = []
     for node, sharding in zip(specs, joint.input_shardings, strict=True):
         if specs[node].kind in _FORWARD_INPUTS:
             copies[node] = graph.node_copy(node)
             inputs.append(specs[node])
             shardings.append(sharding)
     _copy_calls(graph, nodes, inside, copies)
-    results = [*((s, n, p) for s, n, p in early), *((GraphOutput(OutputKind.SAVED, n.name), n, n.meta["sharding"]) for n in saved)]
+    results = [
+        *((s, n, p) for s, n, p in early),
+        *((GraphOutput(OutputKind.SAVED, n.name), n, n.meta["sharding"]) for n in saved),
+    ]
     return _finish(joint, graph, copies, inputs, shardings, results)
 
 
-def _backward(joint: LocalGraph, nodes: list[fx.Node], specs: dict[fx.Node, GraphInput], inside: set[fx.Node],
-              late: list[Output], saved: list[fx.Node]) -> LocalGraph:  # fmt: skip
-    graph, copies = fx.Graph(), {}
-    inputs, shardings = [], []
+def _backward(
+    joint: LocalGraph,
+    nodes: list[fx.Node],
+    specs: dict[fx.Node, GraphInput],
+    inside: set[fx.Node],
+    late: list[Output],
+    saved: list[fx.Node],
+) -> LocalGraph:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs: list[GraphInput] = []
+    shardings: list[Sharding | None] = []
     for node in saved:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
@@ -104,8 +125,14 @@ def _copy_calls(graph: fx.Graph, nodes: list[fx.Node], inside: set[fx.Node], cop
             copies[node] = graph.node_copy(node, copies.__getitem__)
 
 
-def _finish(joint: LocalGraph, graph: fx.Graph, copies: dict[fx.Node, fx.Node], inputs: list[GraphInput],
-            shardings: list[object], results: list[Output]) -> LocalGraph:  # fmt: skip
+def _finish(
+    joint: LocalGraph,
+    graph: fx.Graph,
+    copies: dict[fx.Node, fx.Node],
+    inputs: list[GraphInput],
+    shardings: list[Sharding | None],
+    results: list[Output],
+) -> LocalGraph:
     graph.output(tuple(None if n is None else copies[n] for _, n, _ in results))
     for node in list(graph.find_nodes(op="get_attr")):
         if not node.users:
@@ -116,8 +143,6 @@ def _finish(joint: LocalGraph, graph: fx.Graph, copies: dict[fx.Node, fx.Node], 
         module,
         tuple(inputs),
         tuple(s for s, _, _ in results),
-        tuple(shardings),  # type: ignore[arg-type]
-        tuple(p for _, _, p in results),  # type: ignore[misc]
+        tuple(shardings),
+        tuple(p for _, _, p in results),
     )
-
-

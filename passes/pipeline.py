@@ -26,9 +26,7 @@ Trace = Callable[[str, fx.GraphModule], None]
 """Called with each pass's name and the graph after it."""
 
 
-def rewrite(
-    joint: JointGraph, plan: Plan, after_pass: Trace | None = None
-) -> LocalProgram:
+def rewrite(joint: JointGraph, plan: Plan, after_pass: Trace | None = None) -> LocalProgram:
     """Rewrite a normalised joint graph under a plan.
 
     Raises:

@@ -129,7 +129,9 @@ class _Propagation:
         values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
         rule = self.analysis.rules.get(node)
         if rule is None:
-            return NodeSharding((whole,) * len(tensor_inputs(node)), (whole,) * len(values), (None,) * self.mesh.num_axes)
+            return NodeSharding(
+                (whole,) * len(tensor_inputs(node)), (whole,) * len(values), (None,) * self.mesh.num_axes
+            )
         cuts: list[Cut | None] = []
         passing: list[frozenset[int]] = []
         for axis in range(self.mesh.num_axes):

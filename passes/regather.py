@@ -18,25 +18,49 @@ _CHEAP = {torch.ops.aten._to_copy.default}
 
 
 def regather(module: fx.GraphModule, inputs: tuple[GraphInput, ...], plan: Plan) -> fx.GraphModule:
-    """Give the backward pass gathered copies of its own, for every parameter whose storage says so."""
+    """Give the backward pass gathered copies of its own, for every parameter whose storage says so.
+
+    All but the one that the forward pass uses last: the backward pass starts with it, so dropping it would only gather
+    it
+    again at once.
+    """
     placeholders = module.graph.find_nodes(op="placeholder")
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
+    chains = []
     for spec, node in zip(inputs, placeholders, strict=True):
         if spec.kind is InputKind.PARAM and plan.storage[spec.path].regather:
-            for gathered in [n for n in node.users if is_reshard(n) and not n.meta["backward"]]:
-                _repeat_in_backward(module.graph, gathered)
+            chains += [_looks(n) for n in node.users if is_reshard(n) and not n.meta["backward"]]
+    repeated = [chain for chain in chains if _uses(chain, backward=True)]
+    last_use = [max((order[u] for u, _ in _uses(c, backward=False)), default=0) for c in repeated]
+    for chain, use in zip(repeated, last_use, strict=True):
+        if use < max(last_use):
+            _repeat_in_backward(module.graph, chain, order)
     return module
 
 
-def _repeat_in_backward(graph: fx.Graph, gathered: fx.Node) -> None:
+def _looks(gathered: fx.Node) -> list[fx.Node]:
+    """A gathered parameter and the forward nodes that only look at it."""
     chain = [gathered]
     for node in chain:
         chain += [u for u in node.users if not u.meta.get("backward") and _only_looks(u)]
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    uses = [(user, node) for node in chain for user in node.users if user.op == "call_function" and user.meta["backward"]]
+    return chain
+
+
+def _uses(chain: list[fx.Node], backward: bool) -> list[tuple[fx.Node, fx.Node]]:
+    """Calls of one pass that read a node of the chain, with the node."""
+    return [
+        (user, node)
+        for node in chain
+        for user in node.users
+        if user.op == "call_function" and user.meta["backward"] is backward and user not in chain
+    ]
+
+
+def _repeat_in_backward(graph: fx.Graph, chain: list[fx.Node], order: dict[fx.Node, int]) -> None:
     copies: dict[fx.Node, fx.Node] = {}
-    for user, node in sorted(uses, key=lambda pair: order[pair[0]]):
+    for user, node in sorted(_uses(chain, backward=True), key=lambda pair: order[pair[0]]):
         with graph.inserting_before(user):
-            replacement = _copied(graph, node, gathered, copies)
+            replacement = _copied(graph, node, chain[0], copies)
         user.replace_input_with(node, replacement)
 
 

@@ -32,8 +32,10 @@ def is_reshard(node: fx.Node) -> bool:
 def insert_reshards(joint: JointGraph, assignment: Assignment, plan: Plan) -> fx.GraphModule:
     """Copy the joint graph with a reshard at every mismatch.
 
-    Each node of the copy has `meta["sharding"]` (a tuple of them for several outputs) and, for calls, `meta["cuts"]` and `meta["rule"]`.
-    A reshard that several ops need is made once, just before the first of them; the reduction of a gradient is made where
+    Each node of the copy has `meta["sharding"]` (a tuple of them for several outputs) and, for calls, `meta["cuts"]`
+    and `meta["rule"]`.
+    A reshard that several ops need is made once, just before the first of them; the reduction of a gradient is made
+    where
     the gradient is complete, or after the whole backward pass if the plan delays it.
     """
     return _Insertion(joint, assignment, plan).run()
@@ -96,8 +98,13 @@ class _Insertion:
             new = self.graph.call_function(reshard, (self.copies[value], *words))
             # A reduction belongs to the op that leaves its result unreduced, any other reshard to its reader.
             owner = value if any(isinstance(p, Partial) for p in source) else reader
-            new.meta = {"val": value.meta["val"], "module": owner.meta["module"], "backward": reader.meta["backward"],
-                        "source": source, "sharding": target}  # fmt: skip
+            new.meta = {
+                "val": value.meta["val"],
+                "module": owner.meta["module"],
+                "backward": reader.meta["backward"],
+                "source": source,
+                "sharding": target,
+            }
             self.resharded[key] = new
         return self.resharded[key]
 

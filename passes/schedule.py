@@ -32,21 +32,27 @@ def sink_waits(module: fx.GraphModule) -> fx.GraphModule:
 def _with_layout(wait: fx.Node) -> list[fx.Node]:
     """A wait and the layout steps that bring its result into place."""
     chain = [wait]
-    while len(chain[-1].users) == 1 and (user := next(iter(chain[-1].users))).meta.get("layout") and not _feeds_collective(user):
+    while (
+        len(chain[-1].users) == 1
+        and (user := next(iter(chain[-1].users))).meta.get("layout")
+        and not _feeds_collective(user)
+    ):
         chain.append(user)
     return chain
 
 
 def _feeds_collective(node: fx.Node) -> bool:
     """Whether a layout step prepares the next collective rather than finishing the last one."""
-    return node.target in COLLECTIVE_KINDS or any(u.target in COLLECTIVE_KINDS or _feeds_collective(u)
-                                                  for u in node.users if u.meta.get("layout"))  # fmt: skip
+    return node.target in COLLECTIVE_KINDS or any(
+        u.target in COLLECTIVE_KINDS or _feeds_collective(u) for u in node.users if u.meta.get("layout")
+    )
 
 
 def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
     """Start the gather of a parameter while the ops before its first reader run.
 
-    A gather may start ahead of earlier ones' readers as long as the bytes under way stay below the largest single gather
+    A gather may start ahead of earlier ones' readers as long as the bytes under way stay below the largest single
+    gather
     of the pass, so that prefetching at most doubles what gathered parameters take at any moment.
     """
     order = {node: i for i, node in enumerate(module.graph.nodes)}

@@ -12,10 +12,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import BoxedCodeGen
+from autopar._compat import BoxedCodeGen, below_autograd, dtensor_like
 from autopar.graph import GraphInput, InputKind
 from autopar.program import COLLECTIVE_KINDS, LocalProgram, collective_axis
-from autopar.runtime.parameters import Layout, wrap_gradient
+from autopar.runtime.parameters import Layout
 from autopar.runtime.roles import ForwardRoles, GradientRoles
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -92,7 +92,8 @@ class BoundStep:
         """Outputs and saved values; updates the buffers that the module changes."""
         roles = self._roles
         values = [self._input(spec, tensors, seed) for spec in self._forward_inputs]
-        results = list(self._forward(values))
+        with below_autograd():
+            results = list(self._forward(values))
         for index in roles.clones:
             results[index] = results[index].clone()
         for index, path in roles.mutations:
@@ -126,7 +127,8 @@ class BoundStep:
             else:
                 values.append(self._input(spec, {}, seed))
         by_path.clear()
-        results = self._backward(values)
+        with below_autograd():
+            results = self._backward(values)
         gradients = []
         for kind, path in self.trained:
             position = roles.position(kind, path, self._parameters)
@@ -139,8 +141,7 @@ class BoundStep:
     def _wrap(self, local: Tensor | None, kind: InputKind, path: str) -> Tensor | None:
         if local is None or kind is InputKind.INPUT:
             return local
-        parameter = self._parameters[path]
-        return wrap_gradient(local.contiguous(), parameter)
+        return dtensor_like(local.contiguous(), self._parameters[path])
 
     @property
     def undifferentiable(self) -> list[int]:

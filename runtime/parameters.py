@@ -229,18 +229,6 @@ def unplanned(layout: Layout) -> Rest:
     return rest
 
 
-def wrap_gradient(local: Tensor, parameter: DTensor) -> DTensor:
-    """A local gradient as a DTensor that lies like its parameter."""
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
 def _to_parameter(full: Tensor, sharding: Sharding, layout: Layout, requires_grad: bool) -> DTensor:
     local = shard_tensor(full, sharding, layout.mesh, layout.rank).to(layout.device)
     if local.numel() != full.numel() or not local.is_contiguous():
