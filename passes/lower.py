@@ -58,7 +58,8 @@ def route(source: Sharding, target: Sharding, shape: Sequence[int], mesh: Mesh) 
     part has the same size."""
     axes = range(mesh.num_axes)
     gathered = tuple(Replicate() if is_uneven(source, a, shape, mesh) else source[a] for a in axes)
-    last = tuple(gathered[a] if is_uneven(target, a, shape, mesh) else target[a] for a in axes)
+    waiting = tuple(p if isinstance(p, Partial) else Replicate() for p in gathered)
+    last = tuple(waiting[a] if is_uneven(target, a, shape, mesh) else target[a] for a in axes)
     stops = [source, gathered, last, target]
     for before, after in itertools.pairwise(stops):
         yield from steps(before, after, mesh)

@@ -118,6 +118,9 @@ class _Propagation:
     def _rows(self, node: fx.Node) -> Sharding:
         """This rank's rows of an output that carries the batch; whole otherwise."""
         dim = batch_dim(self.analysis, self.batch, node)
+        shape = node.meta["val"].shape
+        if dim is None and self.analysis.replicated and self.batch and len(shape) and shape[0] == self.batch.size:
+            dim = 0  # an op without a rule hides where its rows come from: go by the size, as for inputs
         if dim is None or node.meta["val"].shape[dim] % self.mesh.num_ranks:
             return replicated(self.mesh)
         return (shard(dim),) * self.mesh.num_axes

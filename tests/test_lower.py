@@ -133,8 +133,9 @@ def test_dims_that_do_not_divide(size: int, mesh: Mesh) -> None:
 @pytest.mark.parametrize("size", [3, 5, 8])
 def test_a_dim_that_does_not_divide_beside_another_axis(size: int, inner: Placement) -> None:
     mesh = Mesh(("a", "b"), (4, 2))
-    targets = [(S0, inner), (R, inner), *([(S0, R), (R, R)] if inner != R else [])]
-    for source, target in itertools.product([(R, inner), (P, inner), (S0, inner)], targets):
+    cut = inner if is_sharded(inner) else R
+    targets = [(S0, cut), (R, cut), (S0, R)]
+    for source, target in itertools.product([(R, inner), (P, inner), (S0, inner), (S1, R)], targets):
         move((size, 8), source, target, mesh)
 
 
