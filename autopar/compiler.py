@@ -67,6 +67,7 @@ class Compiler:
     batch_dims: Mapping[str, int | None] | None = None
     around_trace: Callable[[], AbstractContextManager[Any]] = nullcontext
     _traced: tuple[object, JointGraph] | None = field(default=None, repr=False)
+    _priced: tuple[JointGraph, list[Priced]] | None = field(default=None, repr=False)
     _warned: set[str] = field(default_factory=set, repr=False)
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, local: bool = True) -> JointGraph:
@@ -103,20 +104,31 @@ class Compiler:
             InfeasibleBudgetError: if no candidate fits the budget.
             MeshError: if the strategy cannot use the mesh.
         """
-        names = STRATEGIES if self.strategy == AUTO else (self.strategy,)
-        priced: list[Priced] = []
-        for name in names:
-            try:
-                priced.append(self.price(joint, plan_named(name, joint, self.sizes, self.cluster.ranks_per_node)))
-            except MeshError:
-                if self.strategy != AUTO:
-                    raise
+        priced = self.candidates(joint)
         budget = budget_bytes(self.mem_gb, self.cluster)
         fitting = [p for p in priced if p.simulation.memory.total <= budget]
         if not fitting:
             raise _infeasible(priced, budget)
         best = min(fitting, key=lambda p: (p.simulation.step_time_s, p.simulation.memory.total))
         return self._report(joint, best, priced, budget)
+
+    def candidates(self, joint: JointGraph) -> list[Priced]:
+        """Every strategy that is asked for and can use the mesh, simulated; those of the last graph are kept.
+
+        Raises:
+            MeshError: if the one strategy that is asked for cannot use the mesh.
+        """
+        if self._priced is None or self._priced[0] is not joint:
+            names = STRATEGIES if self.strategy == AUTO else (self.strategy,)
+            priced = []
+            for name in names:
+                try:
+                    priced.append(self.price(joint, plan_named(name, joint, self.sizes, self.cluster.ranks_per_node)))
+                except MeshError:
+                    if self.strategy != AUTO:
+                        raise
+            self._priced = (joint, priced)
+        return self._priced[1]
 
     def price(self, joint: JointGraph, plan: Plan) -> Priced:
         """Rewrite and simulate one plan."""

@@ -108,7 +108,8 @@ def check(entry: Any, strategy: str, mesh: str, batch: int) -> dict[str, Any]:
         model = entry.build()
         switch_off_dropout(model)
         report = autopar.verify(WithLoss(model, entry.loss_fn), strategy, entry.make_batch(batch, 0), mesh=mesh)
-        row["max_rel_err"] = float(report.max_rel_err)
+        largest = sys.float_info.max  # JSON has no infinity
+        row["max_rel_err"] = float(report.max_rel_err) if report.max_rel_err <= largest else largest
         row["sharded_flops_fraction"] = float(report.sharded_flops_fraction)
         row["ok"] = bool(report.ok and report.max_rel_err <= TOLERANCE)
         if not row["ok"]:
@@ -177,7 +178,8 @@ def main() -> None:
             if arguments.json:  # after every row, so that nothing is lost if the process dies
                 arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
             gc.collect()
-    print_table(rows, Console(width=max(80, Console().width)))
+    num_strategies = len(arguments.strategies.split(","))
+    print_table(rows, Console(width=max(Console().width, 26 + 17 * num_strategies)))
 
 
 if __name__ == "__main__":
