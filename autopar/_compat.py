@@ -24,7 +24,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -35,7 +35,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
@@ -47,6 +55,7 @@ __all__ = [
     "GradAOTOutput",
     "InputMutationAOTOutput",
     "OpOverload",
+    "OpOverloadPacket",
     "PlainAOTInput",
     "PlainAOTOutput",
     "StridedShard",
@@ -63,7 +72,10 @@ __all__ = [
     "is_value_read",
     "new_fake_mode",
     "shares_storage",
+    "tree_flatten",
     "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
     "tree_map_only",
     "tree_unflatten",
 ]

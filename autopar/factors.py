@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.graph import InputKind, JointGraph
+from autopar.graph import InputKind, JointGraph, OutputKind
 from autopar.plan import FactorRef
 from autopar.rules import OpRule, rule_for, tensor_inputs
 
@@ -157,6 +157,7 @@ def analyse(joint: JointGraph) -> FactorAnalysis:
                 found.rules[node] = rule
                 _apply(found, node, rule)
     _name_anchors(found, joint)
+    _join_gradients(found, joint)
     return found
 
 
@@ -174,6 +175,15 @@ def _apply(found: FactorAnalysis, node: fx.Node, rule: OpRule) -> None:
         for factor, names in zip(found.dims[key], dims, strict=True):
             if names:
                 unify([factor], [bound[name] for name in names])
+
+
+def _join_gradients(found: FactorAnalysis, joint: JointGraph) -> None:
+    """A gradient has the factors of its parameter, also where no op connects the two (a lookup table's)."""
+    params = joint.param_nodes()
+    for spec, node in zip(joint.outputs, joint.output_values, strict=True):
+        if spec.kind is OutputKind.GRADIENT and node is not None and spec.path in params:
+            for ours, theirs in zip(found.dims[params[spec.path], 0], found.dims[source_of(node)], strict=True):
+                unify([ours], [theirs])
 
 
 def _name_anchors(found: FactorAnalysis, joint: JointGraph) -> None:

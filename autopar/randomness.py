@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar._compat import OpOverload
 from autopar.errors import TraceError
 from autopar.graph import GraphInput, InputKind, JointGraph
 from autopar.rules import Call, derives
@@ -205,7 +206,7 @@ def replace_random_ops(joint: JointGraph) -> JointGraph:
 
 def _is_random(node: fx.Node) -> bool:
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+    if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     # Fused attention is tagged random for its dropout, which is a number here.
     return Call(node).args.get("dropout_p") != 0

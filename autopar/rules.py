@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from autopar._compat import OpOverload, OpOverloadPacket, tree_leaves
 from autopar.errors import RuleError
 
 Dims = tuple[tuple[str, ...], ...]
@@ -91,7 +91,7 @@ class Call:
         self.named: list[tuple[str, fx.Node]] = []
         given = [*zip((arg.name for arg in schema), node.args, strict=False), *node.kwargs.items()]
         for name, value in given:
-            self.named += [(name, leaf) for leaf in pytree.tree_leaves(value) if is_tensor_node(leaf)]
+            self.named += [(name, leaf) for leaf in tree_leaves(value) if is_tensor_node(leaf)]
         value = node.meta["val"]
         self.outputs: list[torch.Tensor | None] = list(value) if isinstance(value, (tuple, list)) else [value]
 
@@ -120,7 +120,7 @@ def is_tensor_node(value: object) -> bool:
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments of a node, in order, repeated ones repeated."""
-    return [leaf for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))) if is_tensor_node(leaf)]
+    return [leaf for leaf in tree_leaves((node.args, dict(node.kwargs))) if is_tensor_node(leaf)]
 
 
 Deriver = Callable[[Call], OpRule]
@@ -142,7 +142,7 @@ def derives(*ops: Any) -> Callable[[Deriver], Deriver]:
 
 def overloads_of(op: Any) -> list[Any]:
     """The overloads of a packet such as `aten.sum`; an overload is its own."""
-    if not isinstance(op, torch._ops.OpOverloadPacket):
+    if not isinstance(op, OpOverloadPacket):
         return [op]
     return [getattr(op, name) for name in op.overloads()]  # type: ignore[no-untyped-call]
 
@@ -152,7 +152,7 @@ def rule_for(node: fx.Node) -> OpRule | None:
     from autopar import rules_compute, rules_view  # noqa: F401  (fills the table on first use)
 
     op: Any = node.target
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return None
     name = op.name().removesuffix(".default")  # type: ignore[no-untyped-call]
     deriver = _USER_RULES.get(name) or _DERIVERS.get(op)

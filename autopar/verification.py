@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from autopar._compat import tree_map
 from autopar.cost_model.ops import count_flops
 from autopar.errors import BatchError, VerificationError
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
@@ -231,7 +231,7 @@ def in_float64(
             return leaf
         return leaf.detach().cpu().double() if leaf.is_floating_point() else leaf.detach().cpu()
 
-    return copied, pytree.tree_map(convert, args), pytree.tree_map(convert, dict(kwargs))
+    return copied, tree_map(convert, args), tree_map(convert, dict(kwargs))
 
 
 def compare(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._compat import OpOverload
 from autopar.mesh import Mesh
 from autopar.passes.propagate import Cut
 from autopar.passes.reshard import is_reshard
@@ -40,7 +41,7 @@ def localise(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
         value = node.meta["val"]
         node.meta["global_shape"] = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         node.meta["val"] = local_value(value, node.meta["sharding"], mesh)
-        if node.op == "call_function" and not is_reshard(node) and isinstance(node.target, torch._ops.OpOverload):
+        if node.op == "call_function" and not is_reshard(node) and isinstance(node.target, OpOverload):
             _localise_sizes(node, value)
             _make_dense(module.graph, node)
             if node.target is torch.ops.autopar.uniform.default:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopar._compat import OpOverload
 from autopar.graph import GraphInput, InputKind
 from autopar.passes.reshard import is_reshard
 from autopar.plan import Plan
@@ -76,6 +77,6 @@ def _copied(graph: fx.Graph, node: fx.Node, gathered: fx.Node, copies: dict[fx.N
 
 def _only_looks(node: fx.Node) -> bool:
     op = node.target
-    if node.op != "call_function" or not isinstance(op, torch._ops.OpOverload) or len(tensor_inputs(node)) != 1:
+    if node.op != "call_function" or not isinstance(op, OpOverload) or len(tensor_inputs(node)) != 1:
         return False
     return op in _CHEAP or bool(op.is_view) or op is torch.ops.aten._unsafe_view.default

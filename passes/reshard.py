@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._compat import OpOverload, tree_flatten, tree_unflatten
 from autopar.factors import source_of
 from autopar.graph import JointGraph, OutputKind
 from autopar.passes.propagate import Assignment
-from autopar.placement import Partial, Sharding, describe_sharding
+from autopar.placement import Partial, Replicate, Sharding, describe_sharding, is_sharded
 from autopar.plan import Plan
-from autopar.rules import is_tensor_node
+from autopar.rules import is_tensor_node, tensor_inputs
 
 
 def reshard(value: torch.Tensor, source: str, target: str) -> torch.Tensor:
@@ -92,6 +93,8 @@ class _Insertion:
         if source == target:
             return self.copies[value]
         key = (value, target)
+        if key not in self.resharded and gathers(source, target) and is_relayout(value):
+            self.resharded[key] = self._repeat_on_whole(value, source, target, reader)
         if key not in self.resharded:
             mesh = self.plan.mesh
             words = describe_sharding(source, mesh), describe_sharding(target, mesh)
@@ -108,11 +111,40 @@ class _Insertion:
             self.resharded[key] = new
         return self.resharded[key]
 
+    def _repeat_on_whole(self, value: fx.Node, source: Sharding, target: Sharding, reader: fx.Node) -> fx.Node:
+        """Gather what a view looks at and look again, so that all views of one value share one gather."""
+        decided = self.assignment.nodes[value]
+        kept = [now == then for now, then in zip(source, target, strict=True)]
+        wanted = tuple(p if same else Replicate() for p, same in zip(decided.inputs[0], kept, strict=True))
+        whole = self._reshard(tensor_inputs(value)[0], wanted, reader)
+        args, kwargs = map_in_order(value, lambda _: whole)
+        new = self.graph.create_node("call_function", value.target, args, kwargs)
+        cuts = tuple(cut if same else None for cut, same in zip(decided.cuts, kept, strict=True))
+        new.meta = {**value.meta, "backward": reader.meta["backward"], "sharding": target, "cuts": cuts}
+        new.meta["rule"] = decided.rule
+        return new
+
+
+def gathers(source: Sharding, target: Sharding) -> bool:
+    """Whether a reshard only makes cut axes whole."""
+    return all(
+        now == then or (is_sharded(now) and isinstance(then, Replicate))
+        for now, then in zip(source, target, strict=True)
+    )
+
+
+def is_relayout(node: fx.Node) -> bool:
+    """Whether a call shows all of its one input's elements in another shape or order."""
+    op = node.target
+    if node.op != "call_function" or not isinstance(op, OpOverload) or len(tensor_inputs(node)) != 1:
+        return False
+    if not (op.is_view or op is torch.ops.aten._unsafe_view.default) or not isinstance(node.meta["val"], torch.Tensor):
+        return False
+    return node.meta["val"].numel() == tensor_inputs(node)[0].meta["val"].numel() and node.meta["rule"] is not None
+
 
 def map_in_order(node: fx.Node, change: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Rebuild a node's arguments, calling `change` on each node argument in the order of `tensor_inputs`."""
-    from torch.utils import _pytree as pytree
-
-    flat, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
-    args, kwargs = pytree.tree_unflatten([change(a) if isinstance(a, fx.Node) else a for a in flat], spec)
+    flat, spec = tree_flatten((node.args, dict(node.kwargs)))
+    args, kwargs = tree_unflatten([change(a) if isinstance(a, fx.Node) else a for a in flat], spec)
     return args, kwargs

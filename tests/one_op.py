@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from autopar._compat import tree_flatten, tree_map, tree_unflatten
 from autopar.graph import GraphInput, GraphOutput, InputKind, JointGraph, OutputKind
 from autopar.mesh import Mesh
 from autopar.passes.localise import localise
@@ -50,22 +50,28 @@ class OneOp:
         self.rule = rule_for(self.call)
 
 
-def one_op(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], stand_in: Callable[..., Any] | None = None) -> OneOp:
+def one_op(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], stand_in: Callable[..., Any] | None = None
+) -> OneOp:
     """The graph of `op(*args, **kwargs)`; every tensor is an input, every tensor that the op returns an output."""
     graph = fx.Graph()
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     placeholders = [_tagged(graph.placeholder(f"x{i}"), _shape_of(t)) for i, t in enumerate(tensors)]
     nodes = iter(placeholders)
-    call_args, call_kwargs = pytree.tree_unflatten([next(nodes) if isinstance(x, Tensor) else x for x in leaves], spec)
+    call_args, call_kwargs = tree_unflatten([next(nodes) if isinstance(x, Tensor) else x for x in leaves], spec)
     result = (stand_in or op)(*args, **kwargs)
     several = isinstance(result, (tuple, list))
     expected = list(result) if several else [result]
-    call = _tagged(graph.call_function(op, call_args, call_kwargs), pytree.tree_map(_shape_of, tuple(result) if several else result))
+    call = _tagged(
+        graph.call_function(op, call_args, call_kwargs), tree_map(_shape_of, tuple(result) if several else result)
+    )
     outputs: list[fx.Node | None] = [call]
     if several:
-        outputs = [_tagged(graph.call_function(operator.getitem, (call, i)), _shape_of(v)) if isinstance(v, Tensor) else None
-                   for i, v in enumerate(expected)]  # fmt: skip
+        outputs = [
+            _tagged(graph.call_function(operator.getitem, (call, i)), _shape_of(v)) if isinstance(v, Tensor) else None
+            for i, v in enumerate(expected)
+        ]
     graph.output(tuple(outputs))
     joint = JointGraph(
         fx.GraphModule(nn.Module(), graph),
@@ -90,11 +96,17 @@ def legal_cuts(rule: OpRule, num_ranks: int) -> Iterator[Cut]:
     for factor in rule.factors:
         size = rule.sizes[factor]
         for split in range(1, size + 1):
-            if factor not in rule.whole and size % (split * num_ranks) == 0 and (split == 1 or factor not in rule.lookup):
+            if (
+                factor not in rule.whole
+                and size % (split * num_ranks) == 0
+                and (split == 1 or factor not in rule.lookup)
+            ):
                 yield Cut(factor, split)
 
 
-def assignment_of(case: OneOp, mesh: Mesh, cuts: Sequence[Cut | None], partial: frozenset[int] = frozenset()) -> Assignment:
+def assignment_of(
+    case: OneOp, mesh: Mesh, cuts: Sequence[Cut | None], partial: frozenset[int] = frozenset()
+) -> Assignment:
     """The op cut along each axis, or, given inputs that are `partial`, run on unreduced sums along every axis.
 
     Inputs come in whole (or partial), outputs are wanted whole (or partial).

@@ -1,6 +1,7 @@
 """Calls that stand for the ops whose rules autopar derives: at least one for every op, several where arguments matter.
 
-Cut dims have sizes such as 2, 3, 6 and 12, which two or three ranks divide, and up to one position a rank; whole dims have others.
+Cut dims have sizes such as 2, 3, 6 and 12, which two or three ranks divide, and up to one position a rank; whole dims
+have others.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from autopar import randomness  # noqa: F401  (registers an op and its rule)
+from autopar._compat import tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
 F64 = torch.float64
@@ -72,8 +73,8 @@ class Case:
     def arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with random tensors, the same at every call."""
         generator = torch.Generator().manual_seed(zlib.crc32(str(self).encode()))
-        leaves, spec = pytree.tree_flatten((list(self.args), self.kwargs))
-        return pytree.tree_unflatten([x.make(generator) if isinstance(x, Random) else x for x in leaves], spec)  # type: ignore[no-any-return]
+        leaves, spec = tree_flatten((list(self.args), self.kwargs))
+        return tree_unflatten([x.make(generator) if isinstance(x, Random) else x for x in leaves], spec)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         words = [_word(a) for a in self.args] + [f"{k}={_word(v)}" for k, v in self.kwargs.items()]
@@ -260,7 +261,6 @@ PRODUCTS = [
 ]
 
 
-
 def _rms_norm_backward(
     grad: Tensor, x: Tensor, normal: list[int], rstd: Tensor, weight: Tensor, wanted: list[bool]
 ) -> tuple[Tensor | None, ...]:
@@ -276,17 +276,52 @@ NORMS = [
     case(aten.native_layer_norm.default, f(2, 6, 5), [5], f(5), f(5), 1e-5),
     case(aten.native_layer_norm.default, f(6, 4, 5), [4, 5], None, None, 1e-5),
     case(aten.native_layer_norm.default, f(6, 5), [5], f(5), None, 1e-5),
-    case(aten.native_layer_norm_backward.default, f(2, 6, 5), f(2, 6, 5), [5], f(2, 6, 1), f(2, 6, 1), f(5), f(5), [True] * 3),
-    case(aten.native_layer_norm_backward.default, f(6, 5), f(6, 5), [5], f(6, 1), f(6, 1), f(5), f(5), [True, False, True]),
-    case(aten.native_layer_norm_backward.default, f(6, 4, 5), f(6, 4, 5), [4, 5], f(6, 1, 1), f(6, 1, 1), None, None,
-         [True, False, False]),
+    case(
+        aten.native_layer_norm_backward.default,
+        f(2, 6, 5),
+        f(2, 6, 5),
+        [5],
+        f(2, 6, 1),
+        f(2, 6, 1),
+        f(5),
+        f(5),
+        [True] * 3,
+    ),
+    case(
+        aten.native_layer_norm_backward.default,
+        f(6, 5),
+        f(6, 5),
+        [5],
+        f(6, 1),
+        f(6, 1),
+        f(5),
+        f(5),
+        [True, False, True],
+    ),
+    case(
+        aten.native_layer_norm_backward.default,
+        f(6, 4, 5),
+        f(6, 4, 5),
+        [4, 5],
+        f(6, 1, 1),
+        f(6, 1, 1),
+        None,
+        None,
+        [True, False, False],
+    ),
     case(aten._fused_rms_norm.default, f(2, 6, 5), [5], f(5), 1e-5),
     case(aten._fused_rms_norm.default, f(6, 5), [5], None, None),
-    Case(aten._fused_rms_norm_backward.default, (f(2, 6, 5), f(2, 6, 5), [5], f(2, 6, 1), f(5), [True, True]),
-         stand_in=_rms_norm_backward),
-    Case(aten._fused_rms_norm_backward.default, (f(6, 5), f(6, 5), [5], f(6, 1), f(5), [True, False]),
-         stand_in=_rms_norm_backward),
-]  # fmt: skip
+    Case(
+        aten._fused_rms_norm_backward.default,
+        (f(2, 6, 5), f(2, 6, 5), [5], f(2, 6, 1), f(5), [True, True]),
+        stand_in=_rms_norm_backward,
+    ),
+    Case(
+        aten._fused_rms_norm_backward.default,
+        (f(6, 5), f(6, 5), [5], f(6, 1), f(5), [True, False]),
+        stand_in=_rms_norm_backward,
+    ),
+]
 
 LOOKUPS = [
     case(aten.embedding.default, f(12, 4), i(6, 3, below=12)),
@@ -345,15 +380,24 @@ def _grouped(query: Tensor, key: Tensor) -> Tensor:
     return key.repeat_interleave(query.shape[1] // key.shape[1], 1)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
     scores = _scores(query, _grouped(query, key), bias, causal, scale)
     return scores.softmax(-1) @ _grouped(query, value), scores.logsumexp(-1)
 
 
 def _attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: bool,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide_key, wide_value = _grouped(query, key), _grouped(query, value)
     weights = (_scores(query, wide_key, bias, causal, scale) - lse.unsqueeze(-1)).exp()
     d_scores = weights * (grad @ wide_value.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
@@ -380,13 +424,17 @@ def _efficient(
     return out, padded, torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
 
 
-def _cudnn(query: Tensor, key: Tensor, value: Tensor, bias: Any, lse: bool, dropout: float, causal: bool, *_: Any) -> Any:
+def _cudnn(
+    query: Tensor, key: Tensor, value: Tensor, bias: Any, lse: bool, dropout: float, causal: bool, *_: Any
+) -> Any:
     out, log_sum = _attend(query, key, value, bias, causal, None)
     seed = torch.zeros((), dtype=torch.int64)
     return out, log_sum.unsqueeze(-1), None, None, query.shape[2], key.shape[2], seed, seed.clone(), None
 
 
-def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: Any = None) -> Any:
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: Any = None
+) -> Any:
     return _attend_backward(grad, q, k, v, out, lse, None, rest[5], scale)[:3]
 
 
@@ -397,7 +445,9 @@ def _efficient_backward(
     return tuple(value if wanted else None for value, wanted in zip(results, rest[3], strict=True))
 
 
-def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: Any = None) -> Any:
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: Any = None
+) -> Any:
     return _attend_backward(grad, q, k, v, out, lse.squeeze(-1), rest[2], rest[8], scale)[:3]
 
 
@@ -410,31 +460,78 @@ def _attention_cases() -> list[Case]:
     )
     masks = [f(5, 7), f(2, 1, 5, 7), f(1, 6, 5, 7), f(2, 6, 5, 7), f(2, 6, 1, 1)]
     forward = [
-        case(cpu, q, kv, kv), case(cpu, square, square, square, 0.0, True), case(cpu, q, kv, kv, scale=0.3),
-        case(cpu, f(6, 4, 5, 4), f(6, 2, 7, 4), f(6, 2, 7, 4)), case(cpu, q, f(2, 1, 7, 4), f(2, 1, 7, 4)),
-        *(case(cpu, q, kv, kv, attn_mask=mask) for mask in masks), case(cpu, q, two, two, attn_mask=masks[2]),
-    ]  # fmt: skip
+        case(cpu, q, kv, kv),
+        case(cpu, square, square, square, 0.0, True),
+        case(cpu, q, kv, kv, scale=0.3),
+        case(cpu, f(6, 4, 5, 4), f(6, 2, 7, 4), f(6, 2, 7, 4)),
+        case(cpu, q, f(2, 1, 7, 4), f(2, 1, 7, 4)),
+        *(case(cpu, q, kv, kv, attn_mask=mask) for mask in masks),
+        case(cpu, q, two, two, attn_mask=masks[2]),
+    ]
     backward = [
         case(cpu_backward, q, q, kv, kv, q, lse, 0.0, False),
         case(cpu_backward, square, square, square, square, square, lse, 0.0, True, scale=0.3),
         case(cpu_backward, q, q, two, two, q, lse, 0.0, False),
         *(case(cpu_backward, q, q, kv, kv, q, lse, 0.0, False, attn_mask=mask) for mask in masks),
     ]
-    return [*forward, *backward, *(Case(op, args, kwargs, stand_in=run) for op, args, kwargs, run in [
-        (aten._scaled_dot_product_flash_attention.default, (q, kv, kv, 0.0, False), {}, _flash),
-        (aten._scaled_dot_product_flash_attention.default, (square, square, square, 0.0, True), {"scale": 0.3}, _flash),
-        (aten._scaled_dot_product_efficient_attention.default, (q, kv, kv, None, True, 0.0, False), {}, _efficient),
-        (aten._scaled_dot_product_efficient_attention.default, (q, kv, kv, f(2, 6, 5, 7), True, 0.0, False), {}, _efficient),
-        (aten._scaled_dot_product_cudnn_attention.default, (q, kv, kv, f(2, 1, 5, 7), True, 0.0, False), {}, _cudnn),
-        (aten._scaled_dot_product_flash_attention_backward.default,
-         (q, q, kv, kv, q, lse, None, None, 5, 7, 0.0, False, seed, seed), {}, _flash_backward),
-        (aten._scaled_dot_product_efficient_attention_backward.default,
-         (q, q, kv, kv, f(2, 6, 5, 7), q, f(2, 6, 32), seed, seed, 0.0, [True] * 4, False), {}, _efficient_backward),
-        (aten._scaled_dot_product_efficient_attention_backward.default,
-         (q, q, kv, kv, None, q, f(2, 6, 32), seed, seed, 0.0, [True, True, True, False], True), {}, _efficient_backward),
-        (aten._scaled_dot_product_cudnn_attention_backward.default,
-         (q, q, kv, kv, q, f(2, 6, 5, 1), seed, seed, f(2, 1, 5, 7), None, None, 5, 7, 0.0, False), {}, _cudnn_backward),
-    ])]  # fmt: skip
+    return [
+        *forward,
+        *backward,
+        *(
+            Case(op, args, kwargs, stand_in=run)
+            for op, args, kwargs, run in [
+                (aten._scaled_dot_product_flash_attention.default, (q, kv, kv, 0.0, False), {}, _flash),
+                (
+                    aten._scaled_dot_product_flash_attention.default,
+                    (square, square, square, 0.0, True),
+                    {"scale": 0.3},
+                    _flash,
+                ),
+                (
+                    aten._scaled_dot_product_efficient_attention.default,
+                    (q, kv, kv, None, True, 0.0, False),
+                    {},
+                    _efficient,
+                ),
+                (
+                    aten._scaled_dot_product_efficient_attention.default,
+                    (q, kv, kv, f(2, 6, 5, 7), True, 0.0, False),
+                    {},
+                    _efficient,
+                ),
+                (
+                    aten._scaled_dot_product_cudnn_attention.default,
+                    (q, kv, kv, f(2, 1, 5, 7), True, 0.0, False),
+                    {},
+                    _cudnn,
+                ),
+                (
+                    aten._scaled_dot_product_flash_attention_backward.default,
+                    (q, q, kv, kv, q, lse, None, None, 5, 7, 0.0, False, seed, seed),
+                    {},
+                    _flash_backward,
+                ),
+                (
+                    aten._scaled_dot_product_efficient_attention_backward.default,
+                    (q, q, kv, kv, f(2, 6, 5, 7), q, f(2, 6, 32), seed, seed, 0.0, [True] * 4, False),
+                    {},
+                    _efficient_backward,
+                ),
+                (
+                    aten._scaled_dot_product_efficient_attention_backward.default,
+                    (q, q, kv, kv, None, q, f(2, 6, 32), seed, seed, 0.0, [True, True, True, False], True),
+                    {},
+                    _efficient_backward,
+                ),
+                (
+                    aten._scaled_dot_product_cudnn_attention_backward.default,
+                    (q, q, kv, kv, q, f(2, 6, 5, 1), seed, seed, f(2, 1, 5, 7), None, None, 5, 7, 0.0, False),
+                    {},
+                    _cudnn_backward,
+                ),
+            ]
+        ),
+    ]
 
 
 WIDENED = [
@@ -449,5 +546,14 @@ WIDENED = [
 """Products with a result of another dtype, which only CUDA has."""
 
 CASES = [
-    *VIEWS, *SLICES, *POINTWISE, *REDUCTIONS, *PRODUCTS, *WIDENED, *NORMS, *LOOKUPS, *CONSTANTS, *_attention_cases(),
-]  # fmt: skip
+    *VIEWS,
+    *SLICES,
+    *POINTWISE,
+    *REDUCTIONS,
+    *PRODUCTS,
+    *WIDENED,
+    *NORMS,
+    *LOOKUPS,
+    *CONSTANTS,
+    *_attention_cases(),
+]

@@ -26,9 +26,7 @@ from autopar.runtime.lockstep import ExecutedCollective, run_lockstep
 from autopar.runtime.sharding import cuts, unshard
 
 R, P, S0, S1 = Replicate(), Partial("sum"), Shard(0), Shard(1)
-ROW, GRID, OBLONG, CUBE = (
-    Mesh(("a", "b", "c")[: len(sizes)], sizes) for sizes in [(4,), (2, 2), (2, 3), (2, 2, 2)]
-)
+ROW, GRID, OBLONG, CUBE = (Mesh(("a", "b", "c")[: len(sizes)], sizes) for sizes in [(4,), (2, 2), (2, 3), (2, 2, 2)])
 SHAPE = (48, 24, 2)
 
 

@@ -76,11 +76,26 @@ def hugging_face(kind: str) -> nn.Module:
 
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0.0,
-                                         embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+        config = transformers.GPT2Config(
+            vocab_size=64,
+            n_embd=16,
+            n_layer=2,
+            n_head=4,
+            n_positions=16,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
         return transformers.GPT2LMHeadModel(config)
-    config = transformers.LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-                                      num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)  # fmt: skip
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -90,7 +105,11 @@ def three_argument_form(kind: str, strategy: str) -> None:
     reference = copy.deepcopy(model)
     ids = token_batch(8, vocab=64)[0]
     (rows,) = mine(ids)
-    pm = autopar.parallelize(model, 4, 1.0) if strategy == "auto" else autopar.parallelize(model, 4, 1.0, strategy=strategy)
+    pm = (
+        autopar.parallelize(model, 4, 1.0)
+        if strategy == "auto"
+        else autopar.parallelize(model, 4, 1.0, strategy=strategy)
+    )
     with pytest.raises(autopar.PlanError, match="planning waits for the first call"):
         _ = pm.plan
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (pm, reference))

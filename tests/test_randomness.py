@@ -29,7 +29,9 @@ CPU = torch.device("cpu")
         ((12, 4), (Shard(0), shard(0, 6)), (3, 2)),
     ],
 )
-def test_a_rank_draws_the_numbers_of_its_own_elements(shape: tuple[int, ...], sharding: Sharding, sizes: tuple[int, ...]) -> None:
+def test_a_rank_draws_the_numbers_of_its_own_elements(
+    shape: tuple[int, ...], sharding: Sharding, sizes: tuple[int, ...]
+) -> None:
     mesh = Mesh(("a", "b")[: len(sizes)], sizes)
     whole = uniform(list(shape), [], 5, 2, CPU)
     for rank in range(mesh.num_ranks):

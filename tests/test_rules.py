@@ -1,4 +1,5 @@
-"""Every sharding rule, proved: the op run on shards through the real passes equals the whole op, for every factor and split."""
+"""Every sharding rule, proved: the op run on shards through the real passes equals the whole op, for every factor and
+split."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from one_op import OneOp, assert_same, assignment_of, legal_cuts, one_op, run_wh
 from rule_cases import CASES, Case, case, f
 
 from autopar import rules, rules_compute, rules_view  # noqa: F401  (the latter two fill the table)
+from autopar._compat import OpOverloadPacket
 from autopar.errors import RuleError
 from autopar.mesh import Mesh
 from autopar.passes.propagate import Cut
@@ -247,7 +249,11 @@ def test_random_broadcasting(shapes: tuple[list[int], list[list[int]]]) -> None:
 def test_random_expands_and_reductions(shape: list[int], data: st.DataObject) -> None:
     source = [size if data.draw(st.booleans()) else 1 for size in shape]
     check_every_cut(one_op(aten.expand.default, [ones_like_shape(source), [2, *shape]], {}))
-    dims = data.draw(st.lists(st.integers(-len(shape), len(shape) - 1), unique_by=lambda d: d % len(shape))) if shape else []
+    dims = (
+        data.draw(st.lists(st.integers(-len(shape), len(shape) - 1), unique_by=lambda d: d % len(shape)))
+        if shape
+        else []
+    )
     x = ones_like_shape(shape).sin()
     for reduction in (aten.sum.dim_IntList, aten.amax.default, aten.amin.default):
         check_every_cut(one_op(reduction, [x, dims, data.draw(st.booleans())], {}))
@@ -338,7 +344,10 @@ def test_registered_rule_takes_precedence() -> None:
     [
         ("b s h -> b s h", r"has 1 inputs and 1 outputs; the call has 2 tensors and 1 outputs"),
         ("b s h, h -> b s h, b", r"has 2 inputs and 2 outputs; the call has 2 tensors and 1 outputs"),
-        ("b h, h -> b h", r"rule of autopar_tests.scale_rows.default: a term has 2 dims, but the tensor's shape is \[6, 3, 4\]"),
+        (
+            "b h, h -> b h",
+            r"rule of autopar_tests.scale_rows.default: a term has 2 dims, but the tensor's shape is \[6, 3, 4\]",
+        ),
         ("b s h, s -> b s h", r"dim s should have size 4 in \[4\], the factors give 3"),
         ("b s h, (x y) -> b s h", r"the size of factor 'x' does not follow from the shapes"),
         ("b s h^, h^ -> b s k", None),
@@ -359,7 +368,12 @@ def test_rules_that_do_not_fit_the_call(rule: str, message: str | None) -> None:
     [
         ("scale_rows", "m -> m", None, r'op name \'scale_rows\' is not of the form "library::op"'),
         ("a::b.c.d", "m -> m", None, "is not of the form"),
-        ("a::b", "m n -> m", {"n": "mean"}, r"rule of a::b: partial results combine by sum, max or min, not \{'n': 'mean'\}"),
+        (
+            "a::b",
+            "m n -> m",
+            {"n": "mean"},
+            r"rule of a::b: partial results combine by sum, max or min, not \{'n': 'mean'\}",
+        ),
         ("a::b", "m n", None, "cannot read rule 'm n'"),
     ],
 )
@@ -377,7 +391,7 @@ def test_an_op_without_a_rule_has_none() -> None:
 
 def pointwise_overloads() -> list[Any]:
     packets = [getattr(aten, name) for name in dir(aten)]
-    overloads = [getattr(p, n) for p in packets if isinstance(p, torch._ops.OpOverloadPacket) for n in p.overloads()]
+    overloads = [getattr(p, n) for p in packets if isinstance(p, OpOverloadPacket) for n in p.overloads()]
     found = [op for op in overloads if torch.Tag.pointwise in op.tags and not op._schema.is_mutable]
     return [op for op in found if op is not aten.equal.default]  # which returns one bool
 

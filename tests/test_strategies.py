@@ -7,8 +7,8 @@ import torch
 from tiny_models import Mlp, TinyGpt, token_batch
 
 import autopar
-from autopar.compiler import Compiler
 from autopar.cluster import Cluster
+from autopar.compiler import Compiler
 from autopar.describe import describe_params
 from autopar.graph import JointGraph
 from autopar.normalise import normalise
@@ -40,7 +40,9 @@ def test_meshes(strategy: str, sizes: tuple[int, ...], ranks_per_node: int, expe
 
 
 def test_a_prime_number_of_ranks_has_no_two_axes() -> None:
-    with pytest.raises(autopar.MeshError, match=r"hsdp needs two mesh axes, and 5 ranks do not factor; use zero3 or tp"):
+    with pytest.raises(
+        autopar.MeshError, match=r"hsdp needs two mesh axes, and 5 ranks do not factor; use zero3 or tp"
+    ):
         strategy_mesh("hsdp", (5,), 5)
 
 

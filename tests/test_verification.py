@@ -156,7 +156,9 @@ def test_every_output_gradient_and_buffer_is_compared() -> None:
     outputs = {spec.path for spec in ours.joint.outputs if spec.kind is OutputKind.OUTPUT}
     assert len(outputs) == 4
     report = ours.verify("ddp", 4)
-    assert {f"output {path}" for path in outputs} | {"gradient of linear.weight", "gradient of linear.bias"} == set(report.errors)
+    assert {f"output {path}" for path in outputs} | {"gradient of linear.weight", "gradient of linear.bias"} == set(
+        report.errors
+    )
     assert {"buffer mean", "buffer steps"} <= set(made("buffers").verify("ddp", 4).errors)
     assert set(made("tied").verify("ddp", 4).errors) == {"output ", "gradient of encode.weight"}
     assert set(made("frozen").verify("ddp", 4).errors) == {"output ", "gradient of second.weight", "gradient of unused"}
@@ -201,7 +203,9 @@ def test_bytes_that_a_program_does_not_move_are_told() -> None:
     program = ours.program(plan)
     assert program.backward is not None
     next(n for n in program.backward.module.graph.nodes if "bytes" in n.meta).meta["bytes"] += 8
-    with pytest.raises(VerificationError, match="the program's collectives differ from those that ran, first at number 0"):
+    with pytest.raises(
+        VerificationError, match="the program's collectives differ from those that ran, first at number 0"
+    ):
         ours.compare(program, plan)
 
 

@@ -28,7 +28,9 @@ class Block(nn.Module):
 class TinyGpt(nn.Module):
     """A causal language model with tied embeddings; returns logits and, given targets, a dict with the loss too."""
 
-    def __init__(self, vocab: int = 32, width: int = 16, heads: int = 4, layers: int = 2, seq: int = 16, dropout: float = 0.0) -> None:
+    def __init__(
+        self, vocab: int = 32, width: int = 16, heads: int = 4, layers: int = 2, seq: int = 16, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(seq, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
