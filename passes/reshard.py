@@ -93,7 +93,7 @@ class _Insertion:
         if source == target:
             return self.copies[value]
         key = (value, target)
-        if key not in self.resharded and gathers(source, target) and is_relayout(value):
+        if key not in self.resharded and reader is not value and gathers(source, target) and self._relays(value):
             self.resharded[key] = self._repeat_on_whole(value, source, target, reader)
         if key not in self.resharded:
             mesh = self.plan.mesh
@@ -110,6 +110,9 @@ class _Insertion:
             }
             self.resharded[key] = new
         return self.resharded[key]
+
+    def _relays(self, value: fx.Node) -> bool:
+        return is_relayout(value) and self.assignment.nodes[value].rule is not None
 
     def _repeat_on_whole(self, value: fx.Node, source: Sharding, target: Sharding, reader: fx.Node) -> fx.Node:
         """Gather what a view looks at and look again, so that all views of one value share one gather."""
@@ -140,7 +143,7 @@ def is_relayout(node: fx.Node) -> bool:
         return False
     if not (op.is_view or op is torch.ops.aten._unsafe_view.default) or not isinstance(node.meta["val"], torch.Tensor):
         return False
-    return node.meta["val"].numel() == tensor_inputs(node)[0].meta["val"].numel() and node.meta["rule"] is not None
+    return node.meta["val"].numel() == tensor_inputs(node)[0].meta["val"].numel()
 
 
 def map_in_order(node: fx.Node, change: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -66,6 +66,7 @@ def one_op(
     call = _tagged(
         graph.call_function(op, call_args, call_kwargs), tree_map(_shape_of, tuple(result) if several else result)
     )
+    call.meta["rule"] = None  # not yet analysed: a view's result is then gathered itself, not what it looks at
     outputs: list[fx.Node | None] = [call]
     if several:
         outputs = [

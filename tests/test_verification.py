@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,19 +137,20 @@ def made(name: str) -> Subject:
 @pytest.mark.parametrize("name", list(EXAMPLES))
 def test_every_strategy_equals_the_single_device(name: str) -> None:
     ours = made(name)
-    for strategy in STRATEGIES:
-        for sizes in [(2, 2), (4,)] if strategy in ("hsdp", "fsdp+tp") else [(4,)]:
-            report = ours.verify(strategy, *sizes)
-            assert report.ok, f"{strategy} on {sizes}: {report}"
-            assert report.errors
+    for strategy in STRATEGIES:  # those of two axes factor the four ranks themselves
+        report = ours.verify(strategy, 4)
+        assert report.ok, f"{strategy}: {report}"
+        assert report.errors
 
 
-@pytest.mark.parametrize("sizes", [(8,), (2, 4), (4, 2)], ids=str)
-def test_eight_ranks(sizes: tuple[int, ...]) -> None:
-    ours = made("eight heads")
-    for strategy in ("zero3", "hsdp", "tp", "tp+sp", "fsdp+tp"):
-        report = ours.verify(strategy, *sizes)
-        assert report.ok, f"{strategy} on {sizes}: {report}"
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [("zero3", (8,)), ("tp", (8,)), ("tp+sp", (2, 4)), ("hsdp", (4, 2)), ("fsdp+tp", (2, 4)), ("fsdp+tp", (4, 2))],
+    ids=str,
+)
+def test_eight_ranks(strategy: str, sizes: tuple[int, ...]) -> None:
+    report = made("eight heads").verify(strategy, *sizes)
+    assert report.ok, str(report)
 
 
 def test_every_output_gradient_and_buffer_is_compared() -> None:
@@ -166,7 +168,7 @@ def test_every_output_gradient_and_buffer_is_compared() -> None:
 
 def test_a_report_reads() -> None:
     text = str(made("mlp").verify("zero3", 4))
-    assert text.startswith("equal: 5 tensors compared, largest relative error ")
+    assert re.fullmatch(r"equal: 5 tensors, largest relative error \d\.\d\de-\d\d in \w.*", text)
 
 
 def test_without_a_backward_pass() -> None:
