@@ -42,6 +42,10 @@ def drop_no_ops(graph: fx.Graph) -> None:
     for node in _calls(graph):
         if _is_no_op(node):
             _replace(node, node.args[0])
+        elif node.target is aten.cat.default:
+            pieces = [piece for piece in cast(list[fx.Node], node.args[0]) if piece.meta["val"].numel()]
+            if len(pieces) == 1 and pieces[0].meta["val"].shape == node.meta["val"].shape:
+                _replace(node, pieces[0])  # a cache that was empty joins nothing to the keys
 
 
 def _is_no_op(node: fx.Node) -> bool:

@@ -219,19 +219,18 @@ def select_backward(call: Call) -> OpRule:
 @derives(aten.cat)
 def cat(call: Call) -> OpRule:
     """Join along a dim: read every piece as (chunks, g)."""
-    tensors = [node for _, node in call.named]
+    shapes = [tuple(node.meta["val"].shape) for _, node in call.named]
     rank = len(call.out_shape)
     dim = call.dim("dim", rank)
-    if any(len(node.meta["val"].shape) != rank for node in tensors):  # legacy: empty 1-D pieces are skipped
-        return opaque(call)
-    lengths = [int(node.meta["val"].shape[dim]) for node in tensors]
-    grain = cut_dim(*lengths) if all(lengths) else 1
+    skipped = [shape == (0,) and rank != 1 for shape in shapes]  # empty 1-D pieces add nothing, by an old convention
+    grain = cut_dim(*(shape[dim] for shape, skip in zip(shapes, skipped, strict=True) if not skip))
     base = names(rank)
     lefts: list[Dims] = []
     whole = ["c", *(["g"] if grain == 1 else [])]
-    for index in range(len(tensors)):
-        lefts.append(tuple((f"c{index}", "g") if i == dim else (f,) for i, f in enumerate(base)))
-        whole.append(f"c{index}")
+    for index, skip in enumerate(skipped):
+        piece = tuple((f"c{index}", "g") if i == dim else (f,) for i, f in enumerate(base))
+        lefts.append(((),) if skip else piece)
+        whole += [] if skip else [f"c{index}"]
     right = tuple(("c", "g") if i == dim else (f,) for i, f in enumerate(base))
     return build(call, {"tensors": lefts}, [right], known={"g": grain}, whole=whole, linear=[["tensors"]])
 
