@@ -203,18 +203,20 @@ def _header(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _table(*columns: str, right: Iterable[str] = (), first_width: int = 0) -> Table:
+def _table(*columns: str, right: Iterable[str] = (), keep_first: bool = False) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for i, column in enumerate(columns):
         justify: JustifyMethod = "right" if column in right else "left"
-        table.add_column(column, justify=justify, overflow="fold", min_width=None if i else first_width)
+        # A number or a name cut short would read as another one: the other columns fold instead.
+        firm = column in right or (i == 0 and keep_first)
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=firm)
     return table
 
 
 def _module_table(rows: Sequence[ModuleRow]) -> Table:
     names = [(row.module or "(root)") + (f" ×{row.count}" if row.count > 1 else "") for row in rows]
     columns = ("module", "parameters", "output", "collectives of each", "bytes of all")
-    table = _table(*columns, right=columns[-1:], first_width=min(48, max(map(len, names), default=0)))
+    table = _table(*columns, right=columns[-1:], keep_first=max(map(len, names), default=0) <= 48)
     for name, row in zip(names, rows, strict=True):
         size = format_bytes(row.collective_bytes) if row.collective_bytes else ""
         table.add_row(name, row.params, row.activation, row.collectives, size)

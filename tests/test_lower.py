@@ -167,6 +167,17 @@ def test_no_more_collectives_than_needed(mesh: Mesh, source: Sharding, target: S
     assert sorted(c.kind for c in move(SHAPE, source, target, mesh)) == expected
 
 
+@pytest.mark.parametrize(
+    ("source", "target"), [((S1,), (R,)), ((S0,), (R,)), ((S1,), (S0,)), ((shard(0, 2),), (R,))], ids=str
+)
+def test_what_is_gathered_is_dense(source: Sharding, target: Sharding) -> None:
+    # Also where each rank brings one position: attention kernels, say, misread a last dim of another stride than 1.
+    graph = lowered((8, 4), source, target, ROW)
+    parts = parts_of(torch.randn(8, 4, dtype=torch.float64), source, ROW)
+    run = run_lockstep(graph, ROW, [[part, rank] for rank, part in enumerate(parts)])
+    assert all(values[0].is_contiguous() for values in run.outputs)
+
+
 BYTES = math.prod(SHAPE) * 8
 
 

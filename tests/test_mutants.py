@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from programs import Subject, subject
-from tiny_models import Mlp, TinyGpt, token_batch
-from torch import Tensor, fx, nn
+from tiny_models import Llama, Mlp, TinyGpt, token_batch
+from torch import fx
 
 from autopar.errors import VerificationError
 from autopar.plan import Plan
@@ -19,42 +18,6 @@ from autopar.program import COLLECTIVE_KINDS, LocalProgram
 from autopar.rules import Call
 
 aten, C10D = torch.ops.aten, torch.ops._c10d_functional
-
-
-class Llama(nn.Module):
-    """A causal language model with RMS norms, rotary positions, grouped-query attention and a gated FFN."""
-
-    def __init__(self, vocab: int = 24, width: int = 16, heads: int = 4, kv_heads: int = 2, ffn: int = 20) -> None:
-        super().__init__()
-        self.heads, self.kv_heads = heads, kv_heads
-        head_dim = width // heads
-        self.tokens, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab, bias=False)
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(3))
-        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-        self.k, self.v = (nn.Linear(width, kv_heads * head_dim, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(width, ffn, bias=False) for _ in range(2))
-        self.down = nn.Linear(ffn, width, bias=False)
-        self.register_buffer("frequencies", 100 ** -torch.linspace(0, 1, head_dim // 2), persistent=False)
-
-    def rotate(self, x: Tensor) -> Tensor:
-        angles = torch.arange(x.shape[2])[:, None] * self.frequencies
-        cos, sin = (torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin))
-        left, right = x.chunk(2, -1)
-        return x * cos + torch.cat([-right, left], -1) * sin
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        y = self.norms[0](x)
-        q, k, v = (
-            f(y).unflatten(-1, (n, -1)).transpose(1, 2)
-            for f, n in ((self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads))
-        )
-        y = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True, enable_gqa=True)
-        x = x + self.o(y.transpose(1, 2).flatten(2))
-        y = self.norms[1](x)
-        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
-        logits = self.head(self.norms[2](x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
 MODELS: dict[str, Callable[[], Subject]] = {

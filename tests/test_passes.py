@@ -6,26 +6,33 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from one_op import one_op
 from programs import Subject, subject
 from test_verification import made
 from tiny_models import Mlp, TinyGpt, token_batch
 from torch import Tensor, fx, nn
 
+from autopar.errors import PlanError
 from autopar.factors import FactorAnalysis, analyse
 from autopar.graph import InputKind, OutputKind, describe_value
 from autopar.mesh import Mesh
+from autopar.passes.decompose import DECOMPOSITIONS, Writer
 from autopar.passes.lower import is_uneven
 from autopar.passes.pipeline import rewrite
 from autopar.passes.reshard import reshard
 from autopar.placement import Placement, Replicate, describe_sharding, is_sharded, shard, shard_dim
 from autopar.plan import FactorRef, Plan, Storage
 from autopar.program import COLLECTIVE_KINDS, Collective, LocalProgram
+from autopar.rules import Call
 from autopar.verification import VerifyReport
+
+aten = torch.ops.aten
 
 GOLDEN = Path(__file__).parent / "golden"
 REGENERATE = os.environ.get("AUTOPAR_REGENERATE_GOLDEN") == "1"
@@ -122,6 +129,54 @@ def test_golden_text(model: str, strategy: str, sizes: tuple[int, ...]) -> None:
     check_golden(f"{model}_{strategy.replace('+', '_')}", text)
     again = SMALL[model]()
     assert passes_as_text(again, again.plan(strategy, *sizes)) == text, "names follow from the graph alone"
+
+
+# ---- single passes
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "args", "kwargs"),
+    [
+        (aten.addmm.default, [(6,), (4, 5), (5, 6)], [], {}),
+        (aten.addmm.default, [(4, 1), (4, 5), (5, 6)], [], {"beta": 2, "alpha": 3}),
+        (aten.baddbmm.default, [(3, 4, 6), (3, 4, 5), (3, 5, 6)], [], {"alpha": 0.5}),
+        (aten._softmax.default, [(4, 6)], [-1, False], {}),
+        (aten._log_softmax.default, [(4, 6, 3)], [1, False], {}),
+        (aten._softmax_backward_data.default, [(4, 6), (4, 6)], [-1, torch.float64], {}),
+        (aten._log_softmax_backward_data.default, [(4, 6), (4, 6)], [0, torch.float64], {}),
+    ],
+    ids=str,
+)
+def test_an_op_taken_apart_gives_the_same(
+    op: Any, shapes: list[tuple[int, ...]], args: list[Any], kwargs: dict[str, Any]
+) -> None:
+    tensors = [torch.randn(*shape, dtype=torch.float64) for shape in shapes]
+    case = one_op(op, [*tensors, *args], kwargs)
+    graph = case.joint.module.graph
+    with graph.inserting_before(case.call):
+        result = DECOMPOSITIONS[op](Call(case.call), Writer(case.call))
+    assert result.meta["val"].shape == case.expected[0].shape
+    graph.output_node().args = ((result,),)
+    (found,) = fx.GraphModule(nn.Module(), graph)(*tensors)
+    torch.testing.assert_close(found, case.expected[0], rtol=0, atol=1e-12)
+
+
+def test_ops_are_taken_apart_only_where_the_plan_cuts_them(gpt: Subject) -> None:
+    def num_softmaxes(strategy: str, *sizes: int) -> int:
+        nodes = program_of(gpt, strategy, *sizes).forward.module.graph.nodes
+        return sum(node.target is aten._log_softmax.default for node in nodes)
+
+    assert num_softmaxes("ddp", 4) == 1
+    assert num_softmaxes("tp", 4) == 0, "the vocabulary is cut"
+
+
+def test_a_plan_that_lacks_a_parameter_is_refused(gpt: Subject) -> None:
+    plan = gpt.plan("ddp", 4)
+    storage = {path: storage for path, storage in plan.storage.items() if path != "norm.bias"}
+    with pytest.raises(
+        PlanError, match="the plan says nothing about parameter 'norm.bias'; it was made for another model"
+    ):
+        gpt.program(replace(plan, storage=storage))
 
 
 # ---- what moves
@@ -340,7 +395,7 @@ MESHES = [Mesh(("a",), (2,)), Mesh(("a",), (4,)), Mesh(("a", "b"), (2, 2)), Mesh
 
 @pytest.mark.parametrize(
     ("name", "num_plans"),
-    [("mlp", 25), ("several outputs", 25), ("tied", 15), ("frozen", 15), ("attention", 25), ("odd sizes", 12),
+    [("mlp", 25), ("several outputs", 25), ("tied", 15), ("frozen", 15), ("attention", 25), ("llama", 12), ("odd sizes", 12),
      ("dropout", 6), ("eight heads", 12)],
 )  # fmt: skip
 def test_random_plans_equal_the_single_device(name: str, num_plans: int) -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from programs import Subject, subject
-from tiny_models import Mlp, TinyGpt, token_batch
+from tiny_models import Llama, Mlp, TinyGpt, token_batch
 from torch import Tensor, nn
 
+from autopar import rules
 from autopar.errors import BatchError, VerificationError
 from autopar.graph import OutputKind
 from autopar.strategies import STRATEGIES
@@ -124,6 +125,7 @@ EXAMPLES = {
     "attention": Example(Attention, lambda: (torch.randn(8, 3, 8), torch.rand(8, 3) < 0.3)),
     "odd sizes": Example(lambda: TinyGpt(vocab=65, width=10, heads=2, layers=1), lambda: token_batch(8, 7, 65)),
     "dropout": Example(lambda: TinyGpt(layers=1, dropout=0.3), lambda: token_batch(8)),
+    "llama": Example(Llama, lambda: token_batch(8, 8, 24)),
     "eight heads": Example(lambda: TinyGpt(vocab=64, heads=8, layers=1), lambda: token_batch(8, 8, 64)),
 }
 
@@ -169,6 +171,41 @@ def test_every_output_gradient_and_buffer_is_compared() -> None:
 def test_a_report_reads() -> None:
     text = str(made("mlp").verify("zero3", 4))
     assert re.fullmatch(r"equal: 5 tensors, largest relative error \d\.\d\de-\d\d in \w.*", text)
+
+
+@torch.library.custom_op("autopar_tests::flip_rows", mutates_args=())
+def flip_rows(x: Tensor) -> Tensor:
+    """An op that autopar has never heard of."""
+    return x.flip(-1)
+
+
+flip_rows.register_fake(lambda x: torch.empty_like(x))
+flip_rows.register_autograd(lambda _, grad: flip_rows(grad))
+
+
+class OwnOp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return flip_rows(self.linear(x)).tanh()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tp"])
+def test_an_op_of_ones_own_runs_whole_or_by_its_rule(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_USER_RULES", {})
+
+    def moved(rule: bool) -> int:
+        if rule:
+            rules.register_sharding_rule("autopar_tests::flip_rows", "... n^ -> ... n")
+        ours = subject(OwnOp(), torch.randn(8, 6))
+        plan = ours.plan(strategy, 4)
+        program = ours.program(plan)
+        assert ours.compare(program, plan).ok
+        return sum(c.num_bytes for c in program.collectives())
+
+    assert moved(rule=False) > moved(rule=True)
 
 
 def test_without_a_backward_pass() -> None:
