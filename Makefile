@@ -33,7 +33,7 @@ demo: setup
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt2.py --out demo_out
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(PYTEST_ARGS)
 
 slow-test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ from autopar.runtime.execution import CompiledStep
 from autopar.runtime.module import ParallelModule
 from autopar.signature import flatten_inputs
 from autopar.strategies import canonical_name
-from autopar.verification import Float64Throughout, VerifyReport, compare, in_float64
+from autopar.verification import Float64Throughout, VerifyReport, check_batch, compare, in_float64
 
 MeshLike = DeviceMesh | int | str | Sequence[int]
 
@@ -58,6 +60,7 @@ def parallelize(
         InfeasibleBudgetError: if nothing fits; says the smallest budget that does.
         TraceError: if the model cannot be traced to one graph.
     """
+    _check_module(model)
     if not isinstance(strategy, Plan) and strategy != AUTO:
         strategy = canonical_name(strategy)
     device_mesh = _live_mesh(model, mesh)
@@ -116,18 +119,25 @@ def verify(
     """
     if isinstance(plan, str) and mesh is None:
         raise InputError(f'verify needs the mesh to make a {plan!r} plan for, such as mesh=4 or mesh="2x2"')
+    if isinstance(plan, Plan) and mesh is not None and math.prod(parse_shape(mesh)) != plan.mesh.num_ranks:
+        raise MeshError(f"mesh {mesh!r} is not the plan's, which is {plan.mesh}: leave mesh out")
+    _check_module(model)
     args, kwargs = split_call(example_inputs)
     copied, args, kwargs = in_float64(model, args, kwargs)
     sizes = plan.mesh.sizes if isinstance(plan, Plan) else parse_shape(mesh)  # type: ignore[arg-type]
-    num_ranks = 1
-    for size in sizes:
-        num_ranks *= size
+    num_ranks = math.prod(sizes)
     name = AUTO if isinstance(plan, Plan) or plan == AUTO else canonical_name(plan)
     cluster = Cluster.of_live("cpu", num_ranks, num_ranks)
     compiler = Compiler(copied, sizes, cluster, None, name, batch_dims=batch_dims, around_trace=Float64Throughout)
     joint = compiler.trace(args, kwargs, train=True, local=False)
+    check_batch(dict(flatten_inputs(args, kwargs)[0]), joint.batch_dims, num_ranks)
     made = compiler.given(joint, plan) if isinstance(plan, Plan) else compiler.plan(joint)
     return compare(joint, compiler.compile(joint, made), made, copied, args, kwargs)
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model must be an nn.Module instance, got {model!r}")
 
 
 def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -152,8 +162,6 @@ def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def ranks_per_node() -> int:
     """Ranks on this node, as the launcher says; all of them if it does not."""
-    import os
-
     world = dist.get_world_size() if dist.is_initialized() else 1
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return local if 0 < local <= world and world % local == 0 else world
@@ -163,12 +171,8 @@ def _live_mesh(model: nn.Module, mesh: MeshLike) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         return mesh
     sizes = parse_shape(mesh)
-    num_ranks = 1
-    for size in sizes:
-        num_ranks *= size
+    num_ranks = math.prod(sizes)
     if not dist.is_initialized():
-        import os
-
         if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
             raise MeshError(
                 f"a mesh of {num_ranks} ranks needs {num_ranks} processes: start the script with "

@@ -92,7 +92,7 @@ def parse_shape(shape: int | str | Sequence[int]) -> tuple[int, ...]:
     """
     if isinstance(shape, str):
         parts = shape.lower().replace("×", "x").split("x")
-        if not all(part.strip().isdigit() for part in parts):
+        if not all(part.strip().isdecimal() and part.isascii() for part in parts):
             raise MeshError(f'cannot read mesh {shape!r}: write axis sizes joined by \'x\', such as "4" or "2x4"')
         sizes = tuple(int(part) for part in parts)
     elif isinstance(shape, bool) or not isinstance(shape, (int, Sequence)):

@@ -52,7 +52,7 @@ def canonical_name(strategy: str) -> str:
     Raises:
         InputError: if there is no such strategy.
     """
-    name = ALIASES.get(strategy, strategy)
+    name = ALIASES.get(strategy, strategy) if isinstance(strategy, str) else None
     if name not in STRATEGIES:
         known = ", ".join(("auto", *STRATEGIES, *ALIASES))
         raise InputError(f"no strategy {strategy!r}; choose one of {known}")

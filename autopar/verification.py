@@ -57,10 +57,12 @@ class VerifyReport:
 
 
 NOISE = 1e-6
-"""Gradients all of whose entries are below this share of the step's largest one are compared on that scale.
+"""Tensors all of whose entries are below this share of the step's largest number (input, parameter, tangent or, for a
+gradient, any gradient) are compared on that scale.
 
-Some gradients are zero in exact arithmetic (a bias before a batch norm, an attention key's bias): what is computed is
-rounding noise of about 1e-16 of the others, and two orders of summation share not one digit of it.
+Some results are zero in exact arithmetic (the gradient of a bias before a batch norm, of an attention key's bias): what
+is computed is rounding noise of about 1e-16 of the other numbers, and two orders of summation share not one digit of
+it.
 """
 
 
@@ -268,7 +270,9 @@ def compare(
         OutputKind.GRADIENT: (reference.gradients, "gradient of"),
         OutputKind.MUTATION: (reference.buffers, "buffer"),
     }
-    floor = NOISE * max((_largest(g) for g in reference.gradients.values() if g is not None), default=0.0)
+    scale = max((_largest(v) for v in values.values() if v.is_floating_point()), default=0.0)
+    steepest = max((_largest(g) for g in reference.gradients.values() if g is not None), default=0.0)
+    floors = dict.fromkeys(OutputKind, NOISE * scale) | {OutputKind.GRADIENT: NOISE * max(scale, steepest)}
     errors: dict[str, float] = {}
     for (kind, path), found in results.items():
         expected, name = known[kind][0].get(path), f"{known[kind][1]} {path}"
@@ -276,7 +280,7 @@ def compare(
             zero = found is None and (expected is None or not expected.any())
             errors[name] = 0.0 if zero or (found is not None and not found.any()) else float("inf")
         else:
-            errors[name] = relative_error(found, expected, floor if kind is OutputKind.GRADIENT else 0.0)
+            errors[name] = relative_error(found, expected, floors[kind])
     worst = max(errors, key=errors.__getitem__)
     return VerifyReport(
         errors[worst] <= TOLERANCE, errors[worst], worst, errors, plan, sharded_flops_fraction(joint, program)

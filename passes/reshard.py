@@ -143,7 +143,7 @@ def is_relayout(node: fx.Node) -> bool:
         return False
     if not (op.is_view or op is torch.ops.aten._unsafe_view.default) or not isinstance(node.meta["val"], torch.Tensor):
         return False
-    return node.meta["val"].numel() == tensor_inputs(node)[0].meta["val"].numel()
+    return bool(node.meta["val"].numel() == tensor_inputs(node)[0].meta["val"].numel())
 
 
 def map_in_order(node: fx.Node, change: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
