@@ -222,15 +222,17 @@ def cat(call: Call) -> OpRule:
     shapes = [tuple(node.meta["val"].shape) for _, node in call.named]
     rank = len(call.out_shape)
     dim = call.dim("dim", rank)
-    skipped = [shape == (0,) and rank != 1 for shape in shapes]  # empty 1-D pieces add nothing, by an old convention
-    grain = cut_dim(*(shape[dim] for shape, skip in zip(shapes, skipped, strict=True) if not skip))
+    # Empty pieces add nothing and have no positions to share out; by an old convention they may be 1-D.
+    lengths = [0 if len(shape) != rank else shape[dim] for shape in shapes]
+    grain = cut_dim(*lengths) or 1
     base = names(rank)
     lefts: list[Dims] = []
     whole = ["c", *(["g"] if grain == 1 else [])]
-    for index, skip in enumerate(skipped):
-        piece = tuple((f"c{index}", "g") if i == dim else (f,) for i, f in enumerate(base))
-        lefts.append(((),) if skip else piece)
-        whole += [] if skip else [f"c{index}"]
+    for index, (shape, length) in enumerate(zip(shapes, lengths, strict=True)):
+        along = (f"c{index}", "g") if length else ()
+        piece: Dims = tuple(along if i == dim else (f,) for i, f in enumerate(base))
+        lefts.append(piece if len(shape) == rank else ((),))
+        whole += [f"c{index}"] if length else []
     right = tuple(("c", "g") if i == dim else (f,) for i, f in enumerate(base))
     return build(call, {"tensors": lefts}, [right], known={"g": grain}, whole=whole, linear=[["tensors"]])
 
