@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.cost_model.collectives import wire_bytes
 from autopar.factors import analyse
 from autopar.graph import JointGraph
 from autopar.passes.pipeline import parameter_uses, rewrite
@@ -26,10 +27,6 @@ def plan_named(strategy: str, joint: JointGraph, sizes: Sequence[int], ranks_per
 
 
 def moved_bytes(joint: JointGraph, plan: Plan) -> float:
-    """Bytes that one rank sends in a step, by the ring formulas (DESIGN: n-1 over n of the tensor, twice for an
-    all-reduce)."""
-    total = 0.0
-    for c in rewrite(joint, plan).collectives():
-        n = plan.mesh.size(c.axis)
-        total += (2 if c.kind == "all_reduce" else 1) * (n - 1) / n * c.num_bytes
-    return total
+    """Bytes that one rank sends in a step, by the ring formulas."""
+    collectives = rewrite(joint, plan).collectives()
+    return sum(wire_bytes(c.kind, plan.mesh.size(c.axis), c.num_bytes) for c in collectives)

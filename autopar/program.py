@@ -51,15 +51,18 @@ class LocalProgram:
     forward: LocalGraph
     backward: LocalGraph | None
 
+    @property
+    def graphs(self) -> tuple[LocalGraph, ...]:
+        """The forward graph, and the backward graph if there is one."""
+        return (self.forward, self.backward) if self.backward else (self.forward,)
+
     def fingerprint(self) -> str:
         """Digest of both graphs, equal on all ranks that hold the same program."""
-        parts = [self.forward] + ([self.backward] if self.backward else [])
-        return "-".join(graph_fingerprint(p.module.graph, f"{self.mesh}{p.inputs}{p.outputs}") for p in parts)
+        return "-".join(graph_fingerprint(g.module.graph, f"{self.mesh}{g.inputs}{g.outputs}") for g in self.graphs)
 
     def collectives(self) -> list[Collective]:
         """Every collective of the step, in program order, forward then backward."""
-        graphs = [self.forward] + ([self.backward] if self.backward else [])
-        return [c for graph in graphs for c in collectives_of(graph.module.graph)]
+        return [c for graph in self.graphs for c in collectives_of(graph.module.graph)]
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from autopar.errors import InputError, MeshError
 from autopar.factors import Factor, FactorAnalysis, source_of
 from autopar.graph import JointGraph
 from autopar.mesh import Mesh
+from autopar.passes.decompose import DECOMPOSITIONS
 from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard
 from autopar.plan import FactorRef, Plan, Storage
 from autopar.rules import rule_for, tensor_inputs
@@ -251,22 +252,13 @@ def _factors_kept_whole(analysis: FactorAnalysis) -> set[int]:
     return {
         id(factor)
         for node, rule in analysis.rules.items()
-        if node.target not in _TAKEN_APART and rule.inputs
+        if node.target not in DECOMPOSITIONS and rule.inputs
         for name in rule.whole
         for factor in analysis.rule_factors(node, name)
     }
 
 
 _aten = torch.ops.aten
-_TAKEN_APART = {
-    _aten.addmm.default,
-    _aten.baddbmm.default,
-    _aten._log_softmax.default,
-    _aten._softmax.default,
-    _aten._log_softmax_backward_data.default,
-    _aten._softmax_backward_data.default,
-}
-"""Ops that need a factor whole only as long as they are fused (the rewrite takes them apart)."""
 
 
 def _multiplied_params(joint: JointGraph) -> set[fx.Node]:

@@ -23,8 +23,7 @@ from autopar.signature import flatten_inputs
 
 TOLERANCE = 1e-9
 """Largest accepted difference, relative to the largest entry of the tensor: float64 leaves about 1e-15 per operation,
-and a
-missing or doubled reduction is off by a factor of the rank count."""
+and a missing or doubled reduction is off by a factor of the rank count."""
 
 
 SEED = 1234
@@ -61,8 +60,7 @@ NOISE = 1e-6
 gradient, any gradient) are compared on that scale.
 
 Some results are zero in exact arithmetic (the gradient of a bias before a batch norm, of an attention key's bias): what
-is computed is rounding noise of about 1e-16 of the other numbers, and two orders of summation share not one digit of
-it.
+is computed is rounding noise of about 1e-16 of the other numbers, and two orders of summation share no digit of it.
 """
 
 
@@ -152,7 +150,7 @@ def run_all_ranks(
     results: dict[tuple[OutputKind, str], torch.Tensor | None] = {}
     saved: list[dict[str, Any]] = [{} for _ in range(program.mesh.num_ranks)]
     executed = []
-    for graph in [program.forward, *([program.backward] if program.backward else [])]:
+    for graph in program.graphs:
         inputs = [_rank_inputs(graph, program, values, saved[rank], rank) for rank in range(program.mesh.num_ranks)]
         run = run_lockstep(graph, program.mesh, inputs)
         executed += run.collectives
@@ -199,8 +197,7 @@ class Float64Throughout(TorchFunctionMode):
     """Lifts the casts that a model makes to a lower precision (`logits.float()`) to float64.
 
     Otherwise one such cast would bring float32's rounding, which depends on the order of a sum, into a comparison that
-    is
-    meant to be free of it.
+    is meant to be free of it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -293,8 +290,7 @@ def sharded_flops_fraction(joint: JointGraph, program: LocalProgram) -> float:
     One rank computes local = whole · (f / n + 1 - f) of the whole step's FLOPs, which is solved for f.
     """
     whole = count_flops(joint.module.graph)
-    graphs = [program.forward, *([program.backward] if program.backward else [])]
-    local = sum(count_flops(graph.module.graph) for graph in graphs)
+    local = sum(count_flops(graph.module.graph) for graph in program.graphs)
     n = program.mesh.num_ranks
     return (1 - local / whole) / (1 - 1 / n) if whole and n > 1 else 1.0
 

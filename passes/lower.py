@@ -1,8 +1,7 @@
 """Lower reshards to collectives and local slices.
 
 Preserves numerics up to the order in which a collective sums.  A reshard is lowered one mesh axis at a time, by the
-first
-of these that is possible:
+first of these that is possible:
 
 1. replicate -> shard: slice locally, which is free and makes everything after it smaller;
 2. partial -> shard: reduce-scatter;
@@ -11,8 +10,7 @@ of these that is possible:
 5. shard -> replicate: all-gather.
 
 A dim cut by several axes with the same split nests them in mesh order, so the innermost must be gathered first and cut
-last;
-where that forbids every step, the innermost axis in the way is gathered and cut again later.
+last; where that forbids every step, the innermost axis in the way is gathered and cut again later.
 """
 
 from __future__ import annotations

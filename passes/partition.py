@@ -14,6 +14,7 @@ from autopar.placement import Sharding
 from autopar.program import LocalGraph
 
 _FORWARD_INPUTS = (InputKind.PARAM, InputKind.BUFFER, InputKind.INPUT, InputKind.RANK, InputKind.SEED)
+_BACKWARD_INPUTS = (InputKind.TANGENT, InputKind.RANK)
 
 
 def partition(joint: LocalGraph) -> tuple[LocalGraph, LocalGraph | None]:
@@ -60,7 +61,7 @@ def _reaches_no_tangent(node: fx.Node, specs: dict[fx.Node, GraphInput], forward
 
 def _given_again(node: fx.Node, specs: dict[fx.Node, GraphInput]) -> bool:
     """Tangents and rank positions come to the backward graph by themselves."""
-    return (node in specs and specs[node].kind in (InputKind.TANGENT, InputKind.RANK)) or node.op == "get_attr"
+    return (node in specs and specs[node].kind in _BACKWARD_INPUTS) or node.op == "get_attr"
 
 
 Output = tuple[GraphOutput, "fx.Node | None", "Sharding | None"]
@@ -76,13 +77,7 @@ def _forward(
 ) -> LocalGraph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    inputs: list[GraphInput] = []
-    shardings: list[Sharding | None] = []
-    for node, sharding in zip(specs, joint.input_shardings, strict=True):
-        if specs[node].kind in _FORWARD_INPUTS:
-            copies[node] = graph.node_copy(node)
-            inputs.append(specs[node])
-            shardings.append(sharding)
+    inputs, shardings = _copy_inputs(joint, graph, specs, _FORWARD_INPUTS, copies)
     _copy_calls(graph, nodes, inside, copies)
     results = [
         *((s, n, p) for s, n, p in early),
@@ -101,20 +96,27 @@ def _backward(
 ) -> LocalGraph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    inputs: list[GraphInput] = []
-    shardings: list[Sharding | None] = []
     for node in saved:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-        inputs.append(GraphInput(InputKind.SAVED, node.name))
-        shardings.append(node.meta["sharding"])
-    for node, sharding in zip(specs, joint.input_shardings, strict=True):
-        if specs[node].kind in (InputKind.TANGENT, InputKind.RANK):
-            copies[node] = graph.node_copy(node)
-            inputs.append(specs[node])
-            shardings.append(sharding)
+    inputs, shardings = _copy_inputs(joint, graph, specs, _BACKWARD_INPUTS, copies)
+    inputs = [*(GraphInput(InputKind.SAVED, node.name) for node in saved), *inputs]
+    shardings = [*(node.meta["sharding"] for node in saved), *shardings]
     _copy_calls(graph, nodes, inside, copies)
     return _finish(joint, graph, copies, inputs, shardings, late)
+
+
+def _copy_inputs(
+    joint: LocalGraph,
+    graph: fx.Graph,
+    specs: dict[fx.Node, GraphInput],
+    kinds: tuple[InputKind, ...],
+    copies: dict[fx.Node, fx.Node],
+) -> tuple[list[GraphInput], list[Sharding | None]]:
+    """Copy the placeholders of these kinds; returns what they are and how they lie."""
+    given = [(n, s) for n, s in zip(specs, joint.input_shardings, strict=True) if specs[n].kind in kinds]
+    copies.update((node, graph.node_copy(node)) for node, _ in given)
+    return [specs[node] for node, _ in given], [sharding for _, sharding in given]
 
 
 def _copy_calls(graph: fx.Graph, nodes: list[fx.Node], inside: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:

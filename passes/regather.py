@@ -22,8 +22,7 @@ def regather(module: fx.GraphModule, inputs: tuple[GraphInput, ...], plan: Plan)
     """Give the backward pass gathered copies of its own, for every parameter whose storage says so.
 
     All but the one that the forward pass uses last: the backward pass starts with it, so dropping it would only gather
-    it
-    again at once.
+    it again at once.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     order = {node: i for i, node in enumerate(module.graph.nodes)}

@@ -36,8 +36,7 @@ def insert_reshards(joint: JointGraph, assignment: Assignment, plan: Plan) -> fx
     Each node of the copy has `meta["sharding"]` (a tuple of them for several outputs) and, for calls, `meta["cuts"]`
     and `meta["rule"]`.
     A reshard that several ops need is made once, just before the first of them; the reduction of a gradient is made
-    where
-    the gradient is complete, or after the whole backward pass if the plan delays it.
+    where the gradient is complete, or after the whole backward pass if the plan delays it.
     """
     return _Insertion(joint, assignment, plan).run()
 

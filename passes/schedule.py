@@ -52,8 +52,7 @@ def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
     """Start the gather of a parameter while the ops before its first reader run.
 
     A gather may start ahead of earlier ones' readers as long as the bytes under way stay below the largest single
-    gather
-    of the pass, so that prefetching at most doubles what gathered parameters take at any moment.
+    gather of the pass, so that prefetching at most doubles what gathered parameters take at any moment.
     """
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     for backward in (False, True):
@@ -75,8 +74,7 @@ def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
 
 def _source(gather: fx.Node) -> list[fx.Node] | None:
     """The layout steps between a parameter at rest and its gather, with the positions that they slice at, in the
-    graph's
-    order; None if the gather is of something else."""
+    graph's order; None if the gather is of something else."""
     steps: set[fx.Node] = set()
     stack = list(gather.all_input_nodes)
     while stack:
