@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar.factors import analyse
 from autopar.graph import GraphInput, InputKind, JointGraph
+from autopar.passes.coalesce import coalesce
 from autopar.passes.decompose import decompose
 from autopar.passes.localise import localise
 from autopar.passes.lower import lower_reshards
@@ -40,6 +41,7 @@ def rewrite(joint: JointGraph, plan: Plan, after_pass: Trace | None = None) -> L
         ("localise", lambda m: localise(m, plan.mesh)),
         ("lower_reshards", lambda m: lower_reshards(m, plan.mesh)),
         ("drop_dead", _drop_dead),
+        ("coalesce", coalesce),
         ("sink_waits", sink_waits),
         ("prefetch_parameters", prefetch_parameters),
         ("bound_reductions", bound_reductions),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from autopar.passes.coalesce import layout_after
 from autopar.program import COLLECTIVE_KINDS
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -20,32 +21,15 @@ def sink_waits(module: fx.GraphModule) -> fx.GraphModule:
     """Move each wait, and the layout steps that follow it, to just before the first reader."""
     graph = module.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in reversed([n for wait in graph.nodes if wait.target is _WAIT for n in _with_layout(wait)]):
+    for node in reversed([n for wait in graph.nodes if wait.target is _WAIT for n in _with_layout(wait, order)]):
         if node.users:
-            first = min(node.users, key=lambda n: order[n])
-            first.prepend(node)
-            # Readers of this node's own input now see it here.
-            order[node] = order[first]
+            min(node.users).prepend(node)
     return module
 
 
-def _with_layout(wait: fx.Node) -> list[fx.Node]:
-    """A wait and the layout steps that bring its result into place."""
-    chain = [wait]
-    while (
-        len(chain[-1].users) == 1
-        and (user := next(iter(chain[-1].users))).meta.get("layout")
-        and not _feeds_collective(user)
-    ):
-        chain.append(user)
-    return chain
-
-
-def _feeds_collective(node: fx.Node) -> bool:
-    """Whether a layout step prepares the next collective rather than finishing the last one."""
-    return node.target in COLLECTIVE_KINDS or any(
-        u.target in COLLECTIVE_KINDS or _feeds_collective(u) for u in node.users if u.meta.get("layout")
-    )
+def _with_layout(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """A wait and the layout steps that bring its result, or the results that came together, into place."""
+    return [wait, *sorted(layout_after(wait), key=order.__getitem__)]
 
 
 def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
@@ -96,8 +80,9 @@ def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
     single reduction.
     """
     output = module.graph.output_node()
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
     reductions = [c for c in _collectives(module.graph, "reduce_scatter", "all_reduce") if c.meta["backward"]]
-    finals = [c for c in reductions if _read_by(c, output)]
+    finals = [c for c in reductions if _read_by(c, output, order)]
     limit = max((int(c.meta["bytes"]) for c in finals), default=0)
     under_way: deque[fx.Node] = deque()
     total = 0
@@ -106,17 +91,17 @@ def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
         while under_way and total + size > limit:
             oldest = under_way.popleft()
             total -= int(oldest.meta["bytes"])
-            for node in _with_layout(next(u for u in oldest.users if u.target is _WAIT)):
+            for node in _with_layout(next(u for u in oldest.users if u.target is _WAIT), order):
                 reduction.prepend(node)
         under_way.append(reduction)
         total += size
     return module
 
 
-def _read_by(reduction: fx.Node, output: fx.Node) -> bool:
+def _read_by(reduction: fx.Node, output: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Whether only the graph's output reads what a reduction gives."""
-    wait = next(u for u in reduction.users if u.target is _WAIT)
-    return set(_with_layout(wait)[-1].users) == {output}
+    steps = _with_layout(next(u for u in reduction.users if u.target is _WAIT), order)
+    return {user for step in steps for user in step.users} - set(steps) == {output}
 
 
 def _collectives(graph: fx.Graph, *kinds: str) -> Sequence[fx.Node]:

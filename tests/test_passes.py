@@ -274,6 +274,19 @@ def test_zero_1_reduces_after_all_computing_and_zero_2_as_gradients_arise(deep: 
     assert min(reductions) < last < max(reductions)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_small_parameters_travel_together(gpt: Subject, strategy: str) -> None:
+    program = program_of(gpt, strategy, 4)
+    params = {path: n.meta["val"].numel() * 8 for path, n in gpt.joint.param_nodes().items()}
+    largest = max(params.values())
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        sent = [c for c in program.collectives() if c.kind == kind and c.backward]
+        assert len(sent) < len(params) / 2
+        assert all(c.num_bytes <= largest for c in sent)
+    reduced = [c for c in program.collectives() if c.backward and c.kind != "all_gather"]
+    assert sum(c.num_bytes for c in reduced) == sum(params.values())
+
+
 def test_hsdp_gathers_inside_and_reduces_across(deep: Subject) -> None:
     found = Counter((c.kind, c.axis) for c in program_of(deep, "hsdp", 2, 2).collectives())
     assert found == {("all_gather", "fsdp"): 6, ("reduce_scatter", "fsdp"): 4, ("all_reduce", "dp"): 4}
@@ -310,10 +323,14 @@ def test_sequence_parallelism_has_the_same_bytes_in_gathers_and_scatters(gpt: Su
         large = [c for c in block if c.num_bytes == ACTIVATION_BYTES]
         assert kinds(large) == {"all_gather": 2, "reduce_scatter": 2}
         assert num_bytes_by_ring(large, sequence.mesh) == num_bytes_by_ring(reduced, plain.mesh)
-        # The gradients of norms and of biases after a row-parallel product are sums over the sequence.
-        small = [c for c in block if c.num_bytes != ACTIVATION_BYTES]
-        assert {(c.kind, c.num_bytes) for c in small} == {("all_reduce", WIDTH * 8)}
-        assert len(small) == 6
+    # The gradients of norms and of biases after a row-parallel product are sums over the sequence, sent together.
+    small = [c for c in sequence.collectives() if c.backward and c.kind == "all_reduce"]
+    plan = gpt.plan("tp+sp", 4)
+    whole = [n for path, n in gpt.joint.param_nodes().items() if not any(map(is_sharded, plan.storage[path].sharding))]
+    num_bytes = sum(n.meta["val"].numel() * 8 for n in whole)
+    # The table of positions is not cut either; the loss adds a sum for each token.
+    assert sum(c.num_bytes for c in small) == num_bytes + ROWS * SEQ * 8
+    assert len(small) < len(whole) / 2
 
 
 def test_a_step_has_the_collectives_of_its_plan_in_one_order(gpt: Subject) -> None:
