@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from autopar.mesh import Mesh
 from autopar.placement import Sharding
 
+RECOMPUTE_LEVELS = ("selective", "full")
+"""What a region computes again in the backward pass: all but products, attention and collectives; everything."""
+
 
 @dataclass(frozen=True)
 class FactorRef:
@@ -55,6 +58,8 @@ class Plan:
         factors: for each mesh axis, the factors cut along it, the most wanted first.  An op that carries several
             is cut along the first that it can be.
         storage: for each parameter, how it rests.
+        recompute: for each region (see `autopar.regions`), what of it is computed again in the backward pass instead of
+            kept: a level of `RECOMPUTE_LEVELS`.  Regions that are not named keep what the backward pass reads.
         delay_reduction: reduce gradients once, after the whole backward pass (ZeRO-1), instead of as they arise.
         graph_fingerprint: digest of the traced graph that the plan was made for; empty if it was written by hand.
         report: what the planner predicted and compared; `None` on a plan that has not been priced.
@@ -64,6 +69,7 @@ class Plan:
     mesh: Mesh
     factors: tuple[tuple[FactorRef, ...], ...]
     storage: Mapping[str, Storage]
+    recompute: Mapping[str, str] = field(default_factory=dict)
     delay_reduction: bool = False
     graph_fingerprint: str = ""
     report: PlanReport | None = field(default=None, compare=False)

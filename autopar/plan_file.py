@@ -25,6 +25,7 @@ from autopar.mesh import Mesh
 from autopar.placement import Partial, Sharding, describe_placement, is_sharded, shard_dim, shard_split
 from autopar.plan import Plan
 from autopar.plan_reader import INFINITE, MAX_FILE_BYTES, SCHEMA_VERSION, plan_from_json
+from autopar.regions import prefixes
 
 __all__ = ["check_plan_matches", "load_plan", "plan_from_json", "plan_to_json", "replace_file", "save_plan"]
 
@@ -46,6 +47,7 @@ def plan_to_json(plan: Plan) -> str:
         "strategy": plan.strategy,
         "mesh": _plain(plan.mesh),
         "delay_reduction": plan.delay_reduction,
+        "recompute": dict(plan.recompute),
         "factors": {name: _plain(factors) for name, factors in zip(plan.mesh.names, plan.factors, strict=True)},
         "storage": {
             name: {"sharding": [describe_placement(p) for p in rest.sharding], "regather": rest.regather}
@@ -151,9 +153,12 @@ def check_plan_matches(plan: Plan, joint: JointGraph) -> None:
     axes = plan.mesh.num_axes
     if len(plan.factors) != axes:
         raise PlanError(f"the plan lists factors for {len(plan.factors)} axes, but its mesh {plan.mesh} has {axes}")
+    calls = (node for node in joint.module.graph.nodes if node.op == "call_function")
+    ran = {"", *(prefix for module in {node.meta["module"] for node in calls} for prefix in prefixes(module))}
     differences = [
-        _list_some("the plan does not say how to store", [name for name in params if name not in plan.storage]),
-        _list_some("the model does not have", [name for name in plan.storage if name not in params]),
+        _list_some("the plan does not say how to store", "parameter", [n for n in params if n not in plan.storage]),
+        _list_some("the model does not have", "parameter", [n for n in plan.storage if n not in params]),
+        _list_some("the model runs nothing in", "region", sorted(set(plan.recompute) - ran)),
     ]
     if any(differences):
         made_for = plan.graph_fingerprint or "none, it was written by hand"
@@ -166,11 +171,11 @@ def check_plan_matches(plan: Plan, joint: JointGraph) -> None:
         _check_storage(name, plan.storage[name].sharding, shape, plan.mesh)
 
 
-def _list_some(words: str, names: list[str]) -> str:
+def _list_some(words: str, noun: str, names: list[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{words} {len(names)} parameter{'s' if len(names) > 1 else ''}: {', '.join(map(repr, names[:5]))}{more}"
+    return f"{words} {len(names)} {noun}{'s' if len(names) > 1 else ''}: {', '.join(map(repr, names[:5]))}{more}"
 
 
 def _check_storage(name: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> None:

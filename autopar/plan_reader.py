@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.placement import Partial, Placement, describe_placement, parse_placement
-from autopar.plan import Candidate, FactorRef, MemoryParts, ModuleRow, Plan, PlanReport, Storage
+from autopar.plan import RECOMPUTE_LEVELS, Candidate, FactorRef, MemoryParts, ModuleRow, Plan, PlanReport, Storage
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_FILE_BYTES = 64 * 2**20
 """Longer texts are refused unread: a plan has a few hundred bytes a parameter."""
 INFINITE = "infinite"
@@ -80,6 +80,10 @@ def _read_plan(content: Any) -> Plan:
         storage={
             _name(name, "a key of storage"): _read_storage(item, f"storage.{name}", mesh)
             for name, item in _mapping(content["storage"], "storage").items()
+        },
+        recompute={
+            _words(name, "a key of recompute"): _level(level, f"recompute.{name}")
+            for name, level in _mapping(content["recompute"], "recompute").items()
         },
         delay_reduction=_flag(content["delay_reduction"], "delay_reduction"),
         graph_fingerprint=_fingerprint(content["graph_fingerprint"], "graph_fingerprint"),
@@ -188,6 +192,12 @@ def _fingerprint(value: Any, where: str) -> str:
     return value
 
 
+def _level(value: Any, where: str) -> str:
+    if value not in RECOMPUTE_LEVELS:
+        raise _wrong(where, f"one of {', '.join(RECOMPUTE_LEVELS)}", value)
+    return str(value)
+
+
 def _flag(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
         raise _wrong(where, "true or false", value)
@@ -226,8 +236,8 @@ def _placement(value: Any, where: str) -> Placement:
 
 
 _PLAN_KEYS = (
-    "schema_version", "autopar", "torch", "graph_fingerprint", "strategy", "mesh", "delay_reduction", "factors",
-    "storage", "report",
+    "schema_version", "autopar", "torch", "graph_fingerprint", "strategy", "mesh", "recompute", "delay_reduction",
+    "factors", "storage", "report",
 )  # fmt: skip
 
 _RECORDS: dict[Any, dict[str, Reader[Any]]] = {

@@ -26,8 +26,10 @@ def render_plan(plan: Plan, width: int = 120) -> str:
     report = plan.report
     if report is None:
         parts += [_factor_lines(plan), Group("Parameters at rest", _storage_table(plan))]
+        parts += [_recompute_lines(plan)] if plan.recompute else []
     else:
         parts.append(Group("Modules", _module_table(report.rows)))
+        parts += [_recompute_lines(plan)] if plan.recompute else []
         parts.append(Group("Memory at the peak, per rank", _memory_table(report.memory, report.budget_bytes)))
         if report.collective_bytes:
             parts.append(Group("Collectives, per rank and step", _collective_table(report.collective_bytes)))
@@ -260,6 +262,12 @@ def _factor_lines(plan: Plan) -> str:
         words = [f"{f.label or 'factor'} ({f.anchor}, dim {f.dim}, part {f.part})" for f in factors]
         lines.append(f"cut along {name}: {', '.join(words) or 'nothing'}")
     return "\n".join(lines)
+
+
+def _recompute_lines(plan: Plan) -> str:
+    rows = fold_repeats([(region or "(root)", level) for region, level in plan.recompute.items()])
+    words = [f"{region}{f' ×{count}' if count > 1 else ''}: {level}" for region, count, level in rows]
+    return f"Computed again in the backward pass: {', '.join(words)}"
 
 
 def _storage_table(plan: Plan) -> Table:

@@ -16,6 +16,7 @@ from autopar.passes.lower import lower_reshards
 from autopar.passes.partition import partition
 from autopar.passes.propagate import Assignment, propagate
 from autopar.passes.regather import regather
+from autopar.passes.remat import remat
 from autopar.passes.reshard import insert_reshards
 from autopar.passes.schedule import bound_reductions, prefetch_parameters, sink_waits
 from autopar.placement import Sharding, is_sharded
@@ -37,6 +38,7 @@ def rewrite(joint: JointGraph, plan: Plan, after_pass: Trace | None = None) -> L
     module = insert_reshards(joint, assignment, plan)
     passes: list[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]] = [
         ("insert_reshards", lambda m: m),
+        ("remat", lambda m: remat(m, joint.inputs, plan)),
         ("regather", lambda m: regather(m, joint.inputs, plan)),
         ("localise", lambda m: localise(m, plan.mesh)),
         ("lower_reshards", lambda m: lower_reshards(m, plan.mesh)),

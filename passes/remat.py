@@ -1,0 +1,202 @@
+"""Remat: compute values again in the backward pass instead of keeping them from the forward (activation checkpointing).
+
+Preserves numerics exactly: the same ops run on the same values, and random ops are functions of the step's seed.
+
+For each region that the plan says it of, a minimum cut through the region's forward ops finds the fewest bytes from
+which all that the backward pass reads can be computed again.  What may be computed again depends on the level:
+
+* `selective`: all but matrix products, attention and convolutions, and what collectives bring;
+* `full`: everything, collectives included.
+
+The cut is that of the minimum-cut partitioner of PyTorch's AOTAutograd, with regions and levels in place of its
+heuristics.  Gathered parameters are not counted: how long they are kept is a matter of storage (see `regather`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from autopar._compat import OpOverload
+from autopar.errors import PlanError
+from autopar.graph import GraphInput, InputKind
+from autopar.mesh import Mesh
+from autopar.passes.reshard import is_reshard
+from autopar.placement import Replicate, is_sharded
+from autopar.plan import RECOMPUTE_LEVELS, Plan
+from autopar.regions import region_of
+from autopar.rules import tensor_inputs
+
+
+def remat(module: fx.GraphModule, inputs: Sequence[GraphInput], plan: Plan) -> fx.GraphModule:
+    """Carry out the plan's recomputation: what is computed again runs just before its first reader in the backward.
+
+    Raises:
+        PlanError: if the plan names a level that does not exist.
+    """
+    for region, level in plan.recompute.items():
+        if level not in RECOMPUTE_LEVELS:
+            known = ", ".join(RECOMPUTE_LEVELS)
+            raise PlanError(f"the plan recomputes {region or '(root)'!r} at level {level!r}; the levels are {known}")
+    for region, nodes in forward_nodes(module.graph, plan.recompute).items():
+        chosen = choose_saved(nodes, parameter_looks(module.graph, inputs), plan.recompute[region], plan.mesh)
+        _repeat_in_backward(module.graph, chosen)
+    return module
+
+
+def forward_nodes(graph: fx.Graph, regions: Collection[str]) -> dict[str, list[fx.Node]]:
+    """The forward calls of each region, in order; regions that run nothing are left out."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in graph.nodes if regions else ():
+        if node.op == "call_function" and not node.meta["backward"]:
+            region = region_of(node.meta["module"], regions)
+            if region is not None:
+                found.setdefault(region, []).append(node)
+    return found
+
+
+def parameter_looks(graph: fx.Graph, inputs: Sequence[GraphInput]) -> set[fx.Node]:
+    """Parameters, buffers and inputs of the graph, gathered or not, and what only looks at them."""
+    held = (InputKind.PARAM, InputKind.BUFFER, InputKind.INPUT)
+    placeholders = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
+    found = {node for node, spec in placeholders if spec.kind in held}
+    for node in graph.nodes:
+        if node.op == "get_attr" or (
+            node.op == "call_function" and (is_reshard(node) or _looks(node)) and node.all_input_nodes[0] in found
+        ):
+            found.add(node)
+    return found
+
+
+def _looks(node: fx.Node) -> bool:
+    op = node.target
+    return isinstance(op, OpOverload) and len(tensor_inputs(node)) == 1 and (op.is_view or op in _CHEAP)
+
+
+_CHEAP = {torch.ops.aten._unsafe_view.default, torch.ops.aten._to_copy.default}
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What a region keeps for the backward pass, and what runs again there.
+
+    Attributes:
+        saved: values kept, the region's inputs among them.
+        repeated: forward calls that the backward pass repeats, in order.
+    """
+
+    saved: tuple[fx.Node, ...]
+    repeated: tuple[fx.Node, ...]
+
+
+def choose_saved(nodes: Sequence[fx.Node], given: Collection[fx.Node], level: str, mesh: Mesh) -> Recomputation:
+    """The fewest bytes from which all that the backward pass reads of a region can be computed again.
+
+    Args:
+        nodes: the region's forward calls, in order.
+        given: values that are there in the backward pass anyway.
+        level: a recomputation level of a plan.
+        mesh: the mesh of the nodes' shardings.
+    """
+    inside = {node for node in nodes if node not in given}
+    wanted = [n for n in nodes if n in inside and any(u.op == "call_function" and u.meta["backward"] for u in n.users)]
+    kept = {n for n in inside if level != "full" and _is_expensive(n)}
+    saved = _minimum_cut(inside, wanted, kept, given, mesh)
+    needed: set[fx.Node] = set()
+    stack = [n for n in wanted if n not in saved]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += [n for n in node.all_input_nodes if n in inside and n not in saved]
+    return Recomputation(tuple(sorted(saved)), tuple(n for n in nodes if n in needed))
+
+
+def _is_expensive(node: fx.Node) -> bool:
+    """Whether computing a value again costs more than memory traffic: a product, attention, a collective."""
+    op = node.target
+    if not isinstance(op, OpOverload):
+        return is_reshard(node) and _communicates(node)
+    return op.overloadpacket in flop_registry or "scaled_dot_product" in op._schema.name
+
+
+def _communicates(reshard: fx.Node) -> bool:
+    moves = zip(reshard.meta["source"], reshard.meta["sharding"], strict=True)
+    return any(now != then and not isinstance(now, Replicate) for now, then in moves)
+
+
+def _minimum_cut(
+    inside: Collection[fx.Node],
+    wanted: Sequence[fx.Node],
+    kept: Collection[fx.Node],
+    given: Collection[fx.Node],
+    mesh: Mesh,
+) -> set[fx.Node]:
+    """The cheapest set of values that parts `wanted` from the region's inputs and the values that may not be computed
+    again; of several, the one nearest to what is wanted, which leaves the least to repeat.
+
+    Each value is an edge whose capacity is its size.  The flow runs backwards, from wanted values to inputs, since the
+    cut that networkx returns is the one nearest to the source.
+    """
+    network = nx.DiGraph()
+    source, sink = "wanted", "inputs"
+    network.add_nodes_from((source, sink))
+    for node in wanted:
+        network.add_edge(source, (node, "out"))
+    for node in inside:
+        # An op's several results are picked apart by getitem, and it is those that are kept.
+        capacity = _local_bytes(node, mesh) if isinstance(node.meta["val"], torch.Tensor) else math.inf
+        network.add_edge((node, "out"), (node, "in"), capacity=capacity)
+        for read in () if node in kept else node.all_input_nodes:
+            if read in given:
+                continue
+            network.add_edge((node, "in"), (read, "out"))
+            if read not in inside:
+                network.add_edge((read, "out"), (read, "in"), capacity=_local_bytes(read, mesh))
+                network.add_edge((read, "in"), sink)
+        if node in kept:
+            network.add_edge((node, "in"), sink)
+    _, (near, _) = nx.minimum_cut(network, source, sink)
+    return {node for node, side in near - {source} if side == "out" and (node, "in") not in near}
+
+
+def _local_bytes(node: fx.Node, mesh: Mesh) -> float:
+    """Bytes of one rank's part of a value."""
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return 0
+    parts = math.prod(n for p, n in zip(node.meta["sharding"], mesh.sizes, strict=True) if is_sharded(p))
+    return value.numel() * value.element_size() / parts
+
+
+def _repeat_in_backward(graph: fx.Graph, chosen: Recomputation) -> None:
+    repeated = set(chosen.repeated)
+    copies: dict[fx.Node, fx.Node] = {}
+    reads = {(user, node) for node in chosen.repeated for user in node.users if user.meta.get("backward")}
+    for user, node in sorted(reads):
+        with graph.inserting_before(user):
+            user.replace_input_with(node, _copied(graph, node, repeated, copies))
+
+
+def _copied(graph: fx.Graph, node: fx.Node, repeated: Collection[fx.Node], copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The copy of a forward call for the backward pass, made with the copies of what it reads."""
+    if node not in repeated:
+        return node
+    if node not in copies:
+        stack = [node]
+        while stack:
+            waiting = [n for n in stack[-1].all_input_nodes if n in repeated and n not in copies]
+            if waiting:
+                stack += waiting
+                continue
+            last = stack.pop()
+            if last not in copies:
+                copies[last] = graph.node_copy(last, lambda n: copies.get(n, n))
+                copies[last].meta = {**last.meta, "backward": True}
+    return copies[node]
