@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
@@ -54,6 +55,7 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "LazyGraphModule",
     "OpOverload",
     "OpOverloadPacket",
     "PlainAOTInput",

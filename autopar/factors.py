@@ -9,6 +9,7 @@ Classes say *what could be cut together*.  They guide the choice; whether an op 
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -80,6 +81,15 @@ def unify(left: Iterable[Factor], right: Iterable[Factor]) -> bool:
     return not a and not b
 
 
+def _unify_two(left: Factor, right: Factor) -> None:
+    """As `unify` of one factor with another, which is nearly always a matter of two equal uncut ones."""
+    x, y = root(left), root(right)
+    if x.size != y.size or x.parts or y.parts:
+        unify([x], [y])
+    elif x is not y and x.size != 1:
+        y.parent = x
+
+
 def _cut(factor: Factor, outer: int) -> None:
     factor.parts = (Factor(outer), Factor(factor.size // outer))
 
@@ -93,6 +103,8 @@ class FactorAnalysis:
         dims: for each tensor node, the factor of each dim; for a node with several outputs, per output.
         bound: for each call, the factor that stands for each name in its rule.
         replicated: calls without a rule; they run whole.
+        anchors: the node of each parameter, buffer and input, by its name in a `FactorRef`.
+        operands: the tensor inputs of each call.
     """
 
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)
@@ -100,6 +112,8 @@ class FactorAnalysis:
     bound: dict[fx.Node, dict[str, Factor]] = field(default_factory=dict)
     replicated: list[fx.Node] = field(default_factory=list)
     anchors: dict[str, fx.Node] = field(default_factory=dict)
+    operands: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    _cuttable: dict[fx.Node, tuple[tuple[str, int, Factor], ...]] = field(default_factory=dict, repr=False)
 
     def dim_factors(self, node: fx.Node, dim: int, output: int = 0) -> list[Factor]:
         """The uncut factors of one dim, outermost first."""
@@ -109,6 +123,19 @@ class FactorAnalysis:
     def rule_factors(self, node: fx.Node, name: str) -> list[Factor]:
         """The uncut factors that a name of a call's rule stands for."""
         return leaves([self.bound[node][name]])
+
+    def cuttable(self, node: fx.Node) -> tuple[tuple[str, int, Factor], ...]:
+        """What a call may be cut along: the names in its rule that need not stay whole, with each uncut factor that a
+        name stands for and the product of the sizes of those outside it."""
+        if node not in self._cuttable:
+            rule, found = self.rules[node], []
+            for name in rule.factors:
+                split = 1
+                for factor in () if name in rule.whole else self.rule_factors(node, name):
+                    found.append((name, split, factor))
+                    split *= factor.size
+            self._cuttable[node] = tuple(found)
+        return self._cuttable[node]
 
     def find(self, ref: FactorRef) -> Factor | None:
         """The factor class that a plan's reference names; None if the anchor does not occur in this graph.
@@ -131,15 +158,32 @@ class FactorAnalysis:
         return parts[ref.part]
 
 
+def ranked(analysis: FactorAnalysis, refs: Iterable[FactorRef]) -> dict[Factor, int]:
+    """The place of each factor in an order of preference; references that name one factor count once.
+
+    Raises:
+        PlanError: as `FactorAnalysis.find` does.
+    """
+    places: dict[Factor, int] = {}
+    for factor in map(analysis.find, refs):
+        if factor is not None:
+            places.setdefault(factor, len(places))
+    return places
+
+
 def source_of(node: fx.Node, output: int = 0) -> tuple[fx.Node, int]:
     """The node and output index that really hold a value, seen through `getitem`."""
-    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+    if node.target is operator.getitem:
         return source_of(node.args[0], int(node.args[1]))  # type: ignore[arg-type]
     return node, output
 
 
 def analyse(joint: JointGraph) -> FactorAnalysis:
-    """Run the factor analysis over a normalised joint graph."""
+    """The factor analysis of a normalised joint graph, made once and kept with it."""
+    return joint.keep("analyse", lambda: _analyse(joint))
+
+
+def _analyse(joint: JointGraph) -> FactorAnalysis:
     found = FactorAnalysis()
     for node in joint.module.graph.nodes:
         if node.op == "output" or source_of(node)[0] is not node:
@@ -151,6 +195,7 @@ def analyse(joint: JointGraph) -> FactorAnalysis:
             if "rule" not in node.meta:
                 node.meta["rule"] = rule_for(node)
             rule = node.meta["rule"]
+            found.operands[node] = tensor_inputs(node)
             if rule is None:
                 found.replicated.append(node)
             else:
@@ -169,11 +214,13 @@ def _values(node: fx.Node) -> Iterator[object]:
 def _apply(found: FactorAnalysis, node: fx.Node, rule: OpRule) -> None:
     bound = {name: Factor(size) for name, size in rule.sizes.items()}
     found.bound[node] = bound
-    operands = [(source_of(n), dims) for n, dims in zip(tensor_inputs(node), rule.inputs, strict=True)]
+    operands = [(source_of(n), dims) for n, dims in zip(found.operands[node], rule.inputs, strict=True)]
     operands += [((node, i), dims) for i, dims in enumerate(rule.outputs) if (node, i) in found.dims]
     for key, dims in operands:
         for factor, names in zip(found.dims[key], dims, strict=True):
-            if names:
+            if len(names) == 1:
+                _unify_two(factor, bound[names[0]])
+            elif names:
                 unify([factor], [bound[name] for name in names])
 
 

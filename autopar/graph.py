@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
+
+Kept = TypeVar("Kept")
+MAX_KEPT = 64
+"""How many derived values are kept with a graph."""
 
 
 class InputKind(str, enum.Enum):
@@ -71,6 +75,8 @@ class JointGraph:
         tied: name of every parameter or buffer that is another one's alias -> the name that stands for both.
         trains: whether the graph has a backward part.
         output_tree: rebuilds the module's return value from its tensor leaves (see `autopar.trace`).
+        derived: what later stages worked out from the graph and keep with it to share (see `keep`).  Whoever edits
+            the graph after that must clear it.
     """
 
     module: fx.GraphModule
@@ -80,6 +86,19 @@ class JointGraph:
     tied: Mapping[str, str] = field(default_factory=dict)
     trains: bool = True
     output_tree: Any = None
+    derived: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def keep(self, key: Hashable, work: Callable[[], Kept]) -> Kept:
+        """What `work` gives, worked out once for each key; of many the last `MAX_KEPT` are kept.
+
+        A planner rewrites one graph under many plans, and most of the work depends on the graph alone, or on what plans
+        have in common.
+        """
+        found: Kept = self.derived.pop(key) if key in self.derived else work()
+        self.derived[key] = found  # the latest last
+        if len(self.derived) > MAX_KEPT:
+            del self.derived[next(iter(self.derived))]
+        return found
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -99,6 +118,22 @@ class JointGraph:
     def fingerprint(self) -> str:
         """A digest of the whole program: ops, arguments, shapes, dtypes, inputs and outputs."""
         return graph_fingerprint(self.module.graph, f"{self.inputs}{self.outputs}")
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, change: Callable[[fx.Node], Any]) -> fx.Node:
+    """As `fx.Graph.node_copy`: `change` gives each node argument's counterpart, in the order of the arguments.
+
+    `fx.Graph.create_node` searches the arguments that it is given for symbolic numbers, which takes most of its time;
+    those of a copy were searched before.
+    """
+    args, kwargs = fx.map_arg(node.args, change), fx.map_arg(node.kwargs, change)
+    new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    if args:
+        new.args = args
+    if kwargs:
+        new.kwargs = kwargs
+    new.meta.update(node.meta)
+    return new
 
 
 def graph_fingerprint(graph: fx.Graph, extra: str = "") -> str:

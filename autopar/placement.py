@@ -8,22 +8,28 @@ and cuts the middle.  PyTorch's name for it is `_StridedShard(dim, split_factor=
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar._compat import StridedShard
+from autopar.errors import PlanError
 from autopar.mesh import Mesh
 
 Sharding = tuple[Placement, ...]
 
 __all__ = [
-    "Partial", "Placement", "Replicate", "Shard", "Sharding", "StridedShard", "describe_placement", "describe_sharding",
-    "is_sharded", "local_shape", "parse_placement", "replicated", "shard", "shard_dim", "shard_split",
+    "DimCut", "Partial", "Placement", "Replicate", "Shard", "Sharding", "StridedShard", "cuts", "describe_placement",
+    "describe_sharding", "is_sharded", "local_shape", "meta_value", "parse_placement", "replicated", "shard",
+    "shard_dim", "shard_split",
 ]  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def shard(dim: int, split: int = 1) -> Placement:
     """Cut `dim`, read as (split, n, rest), along its middle part; `split=1` is a plain contiguous shard."""
     return Shard(dim) if split == 1 else StridedShard(dim, split_factor=split)
@@ -50,21 +56,72 @@ def replicated(mesh: Mesh) -> Sharding:
     return (Replicate(),) * mesh.num_axes
 
 
+@dataclass(frozen=True)
+class DimCut:
+    """One step of cutting: along mesh axis number `axis`, read tensor dim `dim` as (split, rest) and chunk the rest."""
+
+    axis: int
+    dim: int
+    split: int
+
+
+@lru_cache(maxsize=4096)
+def cuts(sharding: Sharding, mesh: Mesh) -> tuple[DimCut, ...]:
+    """The cuts that lead from the whole tensor to one rank's part, in the order in which they apply.
+
+    A placement's split counts the parts of the whole dim that lie outside the cut factor.  When several mesh axes cut
+    one dim, the axis with the smaller split holds the more major factor and is applied first; axes with equal splits
+    cut the same factor and nest in mesh order, the outer axis first.  A cut made after more major ones sees a dim whose
+    outer factor is already smaller, so its split shrinks by the sizes of those axes.
+
+    Raises:
+        PlanError: if two axes cut the same dim in a way that has no order: the split of the inner one is not a
+            multiple of the number of parts that the outer ones make.
+    """
+    wanted = [(shard_dim(p), shard_split(p), axis) for axis, p in enumerate(sharding) if is_sharded(p)]
+    out = []
+    for dim, split, axis in sorted(wanted):
+        outer = math.prod(mesh.sizes[a] for d, s, a in wanted if d == dim and s < split)
+        if split % outer:
+            raise PlanError(
+                f"sharding {describe_sharding(sharding, mesh)} on mesh {mesh}: the split {split} of axis "
+                f"{mesh.names[axis]!r} on dim {dim} must be a multiple of {outer}, the number of parts that the axes "
+                "with a smaller split make of that dim; cut another dim or another factor"
+            )
+        out.append(DimCut(axis, dim, split // outer))
+    return tuple(out)
+
+
+@lru_cache(maxsize=4096)
+def meta_value(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A dense tensor on `meta` that says no more than shape and dtype.  Equal ones are one object, for `node.meta` to
+    share: making one costs more than all else that a pass does to a node."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@lru_cache(maxsize=65536)
 def local_shape(
-    shape: Sequence[int], sharding: Sharding, mesh: Mesh, coordinate: Sequence[int] | None = None
+    shape: tuple[int, ...], sharding: Sharding, mesh: Mesh, coordinate: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
     """Shape of one rank's part of a tensor of global `shape`.
 
-    A dim that does not divide is cut as `torch.chunk` does: every rank gets ceil(size / n), the last ones less or
+    A factor that does not divide is cut as `torch.chunk` does: every rank gets ceil(size / n), the last ones less or
     nothing.  Without a `coordinate`, the size of the first rank's part (the largest) is returned.
+
+    Raises:
+        PlanError: as `cuts` does, and if a dim cannot be read as a cut's split demands.
     """
     local = list(shape)
-    for axis, placement in enumerate(sharding):
-        if is_sharded(placement):
-            dim, n = shard_dim(placement), mesh.sizes[axis]
-            chunk = -(-local[dim] // n)
-            position = coordinate[axis] if coordinate is not None else 0
-            local[dim] = max(0, min(chunk, local[dim] - position * chunk))
+    for cut in cuts(sharding, mesh):
+        inner, rest = divmod(local[cut.dim], cut.split)
+        if rest:
+            raise PlanError(
+                f"dim {cut.dim} of {list(shape)} cannot be cut as {describe_sharding(sharding, mesh)} on mesh {mesh}: "
+                f"its {local[cut.dim]} positions are no multiple of the split {cut.split}; cut another factor"
+            )
+        chunk = -(-inner // mesh.sizes[cut.axis])
+        position = coordinate[cut.axis] if coordinate is not None else 0
+        local[cut.dim] = cut.split * max(0, min(chunk, inner - position * chunk))
     return tuple(local)
 
 

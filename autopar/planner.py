@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from autopar.cost_model.collectives import wire_bytes
 from autopar.factors import analyse
 from autopar.graph import JointGraph
-from autopar.passes.pipeline import parameter_uses, rewrite
+from autopar.passes.pipeline import collectives_under, parameter_uses
 from autopar.plan import Plan
 from autopar.strategies import canonical_name, named_plan, strategy_mesh
 
@@ -28,5 +29,5 @@ def plan_named(strategy: str, joint: JointGraph, sizes: Sequence[int], ranks_per
 
 def moved_bytes(joint: JointGraph, plan: Plan) -> float:
     """Bytes that one rank sends in a step, by the ring formulas."""
-    collectives = rewrite(joint, plan).collectives()
-    return sum(wire_bytes(c.kind, plan.mesh.size(c.axis), c.num_bytes) for c in collectives)
+    collectives = collectives_under(joint, plan)
+    return math.fsum(wire_bytes(c.kind, plan.mesh.size(c.axis), c.num_bytes) for c in collectives)

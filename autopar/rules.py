@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -68,14 +69,14 @@ class OpRule:
                 return dim, outer
         return None
 
-    @property
-    def factors(self) -> list[str]:
+    @cached_property
+    def factors(self) -> tuple[str, ...]:
         """All factors, those of outputs first, each once."""
         seen: dict[str, None] = {}
         for dims in (*self.outputs, *self.inputs):
             for group in dims:
                 seen.update(dict.fromkeys(group))
-        return list(seen)
+        return tuple(seen)
 
 
 class Call:
@@ -84,19 +85,18 @@ class Call:
     def __init__(self, node: fx.Node) -> None:
         self.node = node
         self.op: Any = node.target
-        schema = node.target._schema.arguments  # type: ignore[union-attr]
-        self.args: dict[str, Any] = {arg.name: arg.default_value if arg.has_default_value() else None for arg in schema}
-        self.args.update(zip((arg.name for arg in schema), node.args, strict=False))
-        self.args.update(node.kwargs)
-        self.named: list[tuple[str, fx.Node]] = []
-        given = [*zip((arg.name for arg in schema), node.args, strict=False), *node.kwargs.items()]
-        for name, value in given:
-            self.named += [(name, leaf) for leaf in tree_leaves(value) if is_tensor_node(leaf)]
+        self._given = [*zip(argument_names(self.op), node.args, strict=False), *node.kwargs.items()]
+        self.args: dict[str, Any] = {**_defaults(self.op), **dict(self._given)}
         value = node.meta["val"]
         self.outputs: list[torch.Tensor | None] = list(value) if isinstance(value, (tuple, list)) else [value]
 
     def __getitem__(self, name: str) -> Any:
         return self.args[name]
+
+    @cached_property
+    def named(self) -> list[tuple[str, fx.Node]]:
+        """The tensor arguments in order, each with its argument's name."""
+        return [(name, node) for name, value in self._given for node in _tensor_nodes(value)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Global shape of the tensor argument `name`."""
@@ -120,7 +120,32 @@ def is_tensor_node(value: object) -> bool:
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments of a node, in order, repeated ones repeated."""
-    return [leaf for leaf in tree_leaves((node.args, dict(node.kwargs))) if is_tensor_node(leaf)]
+    return [found for arg in (*node.args, *node.kwargs.values()) for found in _tensor_nodes(arg)]
+
+
+def _tensor_nodes(arg: object) -> list[fx.Node]:
+    # Most arguments are a node or a number, and looking for leaves in those takes longer than all else here.
+    leaves = tree_leaves(arg) if isinstance(arg, (tuple, list, dict)) else (arg,)
+    return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and is_tensor_node(leaf)]
+
+
+@cache
+def argument_names(op: Any) -> tuple[str, ...]:
+    """Names of an op's arguments, in the order of its schema, which PyTorch builds anew each time it is asked."""
+    return tuple(arg.name for arg in op._schema.arguments)
+
+
+@cache
+def _defaults(op: Any) -> dict[str, Any]:
+    return {arg.name: arg.default_value if arg.has_default_value() else None for arg in op._schema.arguments}
+
+
+def is_look(node: fx.Node) -> bool:
+    """Whether a call only looks at its one input: it gives a view of it, or something that is as good as one."""
+    op = node.target
+    if node.op != "call_function" or not isinstance(op, OpOverload):
+        return False
+    return bool(op.is_view or op is torch.ops.aten._unsafe_view.default) and len(tensor_inputs(node)) == 1
 
 
 Deriver = Callable[[Call], OpRule]

@@ -27,13 +27,13 @@ import torch
 from torch import fx
 
 from autopar.errors import InputError, MeshError
-from autopar.factors import Factor, FactorAnalysis, source_of
+from autopar.factors import Factor, FactorAnalysis
 from autopar.graph import JointGraph
 from autopar.mesh import Mesh
 from autopar.passes.decompose import DECOMPOSITIONS
 from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard
 from autopar.plan import FactorRef, Plan, Storage
-from autopar.rules import rule_for, tensor_inputs
+from autopar.rules import is_look, rule_for
 
 STRATEGIES = ("replicate", "ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "tp+sp", "fsdp+tp")
 """The named strategies, simplest first."""
@@ -262,7 +262,7 @@ _aten = torch.ops.aten
 
 
 def _multiplied_params(joint: JointGraph) -> set[fx.Node]:
-    """Parameters that reach a matrix product through views and casts."""
+    """Parameters that reach a matrix product through views."""
     products = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
     out = set()
     for node in joint.param_nodes().values():
@@ -271,14 +271,9 @@ def _multiplied_params(joint: JointGraph) -> set[fx.Node]:
             for user in value.users:
                 if user.target in products:
                     out.add(node)
-                elif user not in seen and len(tensor_inputs(user)) == 1 and _only_looks(user):
+                elif user not in seen and is_look(user):
                     seen.append(user)
     return out
-
-
-def _only_looks(user: fx.Node) -> bool:
-    """Whether a call gives a view of its input, or picks one output."""
-    return user.op == "call_function" and (getattr(user.target, "is_view", False) or source_of(user)[0] is not user)
 
 
 def _table_worth_cutting(joint: JointGraph, node: fx.Node) -> bool:

@@ -8,14 +8,16 @@ product and a sum, so that the bias is added once.  Ops that the plan leaves who
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.factors import FactorAnalysis
-from autopar.graph import JointGraph
+from autopar._compat import LazyGraphModule
+from autopar.factors import Factor, FactorAnalysis, ranked
+from autopar.graph import JointGraph, copy_node
 from autopar.plan import Plan
 from autopar.rules import Call
 from autopar.writer import Writer
@@ -81,30 +83,39 @@ DECOMPOSITIONS: dict[Any, Callable[[Call, Writer], fx.Node]] = {
 }
 
 
-def decompose(joint: JointGraph, analysis: FactorAnalysis, plan: Plan) -> bool:
-    """Take apart, in place, every op that the plan cuts along a factor it needs whole; whether there were any."""
-    classes = [[analysis.find(ref) for ref in refs] for refs in plan.factors]
-    found = [n for n in joint.module.graph.nodes if n.target in DECOMPOSITIONS and _is_cut(n, analysis, classes, plan)]
-    for node in found:
-        with joint.module.graph.inserting_before(node):
-            new = DECOMPOSITIONS[node.target](Call(node), Writer(node))
-        node.replace_all_uses_with(new)
-        joint.module.graph.erase_node(node)
-    return bool(found)
+def cut_whole(joint: JointGraph, analysis: FactorAnalysis, plan: Plan) -> tuple[fx.Node, ...]:
+    """The ops that can be taken apart and that the plan would cut along a factor which they need whole."""
+    wanted = [ranked(analysis, refs) for refs in plan.factors]
+    if not any(wanted):
+        return ()
+    return tuple(
+        n for n in joint.module.graph.nodes if n.target in DECOMPOSITIONS and _is_cut(n, analysis, wanted, plan)
+    )
 
 
-def _is_cut(node: fx.Node, analysis: FactorAnalysis, classes: list[list[Any]], plan: Plan) -> bool:
+def decompose(joint: JointGraph, nodes: Iterable[fx.Node]) -> JointGraph:
+    """A copy of the graph in which these nodes are taken apart; traced values are shared."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in joint.module.graph.nodes:
+        copies[node] = copy_node(graph, node, copies.__getitem__)
+    for node in nodes:
+        whole = copies[node]
+        with graph.inserting_before(whole):
+            parts = DECOMPOSITIONS[whole.target](Call(whole), Writer(whole))
+        whole.replace_all_uses_with(parts)
+        graph.erase_node(whole)
+    return replace(joint, module=LazyGraphModule(joint.module, graph), derived={})
+
+
+def _is_cut(node: fx.Node, analysis: FactorAnalysis, wanted: Sequence[Mapping[Factor, int]], plan: Plan) -> bool:
     """Whether, along some axis, the factor that the plan wants most in this op is one the op needs whole."""
     rule = analysis.rules.get(node)
     if rule is None:
         return False
-    for wanted, size in zip(classes, plan.mesh.sizes, strict=True):
-        best: tuple[int, bool] | None = None
-        for name in rule.factors:
-            for factor in analysis.rule_factors(node, name):
-                position = next((i for i, f in enumerate(wanted) if f is factor), None)
-                if position is not None and factor.size % size == 0 and (best is None or position < best[0]):
-                    best = (position, name in rule.whole)
-        if best and best[1]:
+    for places, size in zip(wanted, plan.mesh.sizes, strict=True):
+        factors = ((f, name) for name in rule.factors for f in analysis.rule_factors(node, name))
+        found = [(places[f], name in rule.whole) for f, name in factors if f in places and f.size % size == 0]
+        if found and min(found, key=lambda pair: pair[0])[1]:
             return True
     return False

@@ -5,7 +5,6 @@ Preserves numerics exactly.  Placeholders for the rank's position along each mes
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +16,8 @@ from autopar._compat import OpOverload
 from autopar.mesh import Mesh
 from autopar.passes.propagate import Cut
 from autopar.passes.reshard import is_reshard
-from autopar.placement import is_sharded, local_shape, shard_dim, shard_split
-from autopar.rules import Call, tensor_inputs
+from autopar.placement import cuts, local_shape, meta_value
+from autopar.rules import Call, argument_names, tensor_inputs
 
 aten = torch.ops.aten
 
@@ -29,7 +28,7 @@ def local_value(value: Any, sharding: Any, mesh: Mesh) -> Any:
         return tuple(local_value(v, s, mesh) for v, s in zip(value, sharding, strict=True))
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty(local_shape(value.shape, sharding, mesh), dtype=value.dtype, device="meta")
+    return meta_value(local_shape(value.shape, sharding, mesh), value.dtype)
 
 
 def localise(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
@@ -78,7 +77,7 @@ def _localise_sizes(node: fx.Node, value: Any) -> None:
 
 
 def _set(node: fx.Node, call: Call, **changes: Any) -> None:
-    names = [arg.name for arg in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = argument_names(node.target)
     args, kwargs = list(node.args), dict(node.kwargs)
     for name, value in changes.items():
         position = names.index(name)
@@ -180,13 +179,11 @@ def _make_dense(graph: fx.Graph, node: fx.Node) -> None:
 
 def _localise_random(node: fx.Node, ranks: dict[str, fx.Node], mesh: Mesh) -> None:
     """Tell a random op which part of the whole this rank draws."""
-    cuts: list[Any] = []
-    wanted = [(shard_dim(p), shard_split(p), axis) for axis, p in enumerate(node.meta["sharding"]) if is_sharded(p)]
-    for dim, split, axis in sorted(wanted):
-        outer = math.prod(mesh.sizes[a] for d, s, a in wanted if d == dim and s < split)
-        cuts += [dim, split // outer, mesh.sizes[axis], ranks[mesh.names[axis]]]
+    part: list[Any] = []
+    for cut in cuts(node.meta["sharding"], mesh):
+        part += [cut.dim, cut.split, mesh.sizes[cut.axis], ranks[mesh.names[cut.axis]]]
     _, _, *rest = node.args
-    node.args = (list(node.meta["val"].shape), cuts, *rest)
+    node.args = (list(node.meta["val"].shape), part, *rest)
 
 
 # ------------------------------------------------------------------------------------------------------------- lookups
@@ -278,7 +275,7 @@ class _Emitter:
         value = like.meta["val"]
         shape = (*value.shape, *(1 for _ in range(extra)))
         new.meta = {
-            "val": torch.empty(shape, dtype=dtype or value.dtype, device="meta"),
+            "val": meta_value(shape, dtype or value.dtype),
             "module": self.owner.meta["module"],
             "backward": self.owner.meta["backward"],
             "sharding": like.meta["sharding"],

@@ -15,10 +15,11 @@ last; where that forbids every step, the innermost axis in the way is gathered a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +28,18 @@ from torch import fx
 from autopar.local_ops import drop_padding, pad_dim, take_chunk
 from autopar.mesh import Mesh
 from autopar.passes.reshard import is_reshard
-from autopar.placement import Partial, Placement, Replicate, Sharding, is_sharded, local_shape, shard_dim, shard_split
+from autopar.placement import (
+    Partial,
+    Placement,
+    Replicate,
+    Sharding,
+    cuts,
+    is_sharded,
+    local_shape,
+    meta_value,
+    shard_dim,
+    shard_split,
+)
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -51,7 +63,8 @@ Step = tuple[int, Placement, Placement]
 """One move: mesh axis, placement before, placement after."""
 
 
-def route(source: Sharding, target: Sharding, shape: Sequence[int], mesh: Mesh) -> Iterator[Step]:
+@functools.lru_cache(maxsize=4096)
+def route(source: Sharding, target: Sharding, shape: tuple[int, ...], mesh: Mesh) -> tuple[Step, ...]:
     """The moves that take `source` to `target`, with uneven cuts gathered first and made last: in between, every rank's
     part has the same size."""
     axes = range(mesh.num_axes)
@@ -59,11 +72,10 @@ def route(source: Sharding, target: Sharding, shape: Sequence[int], mesh: Mesh) 
     waiting = tuple(p if isinstance(p, Partial) else Replicate() for p in gathered)
     last = tuple(waiting[a] if is_uneven(target, a, shape, mesh) else target[a] for a in axes)
     stops = [source, gathered, last, target]
-    for before, after in itertools.pairwise(stops):
-        yield from steps(before, after, mesh)
+    return tuple(step for before, after in itertools.pairwise(stops) for step in steps(before, after, mesh))
 
 
-def is_uneven(sharding: Sharding, axis: int, shape: Sequence[int], mesh: Mesh) -> bool:
+def is_uneven(sharding: Sharding, axis: int, shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Whether an axis cuts a dim that it does not divide."""
     placement = sharding[axis]
     if not is_sharded(placement):
@@ -158,7 +170,7 @@ class _Lowering:
     def _emit(self, op: Any, args: tuple[Any, ...], shape: tuple[int, ...], **kwargs: Any) -> None:
         self.value = self.graph.call_function(op, args, kwargs)
         self.value.meta = {
-            "val": torch.empty(shape, dtype=self.dtype, device="meta"),
+            "val": meta_value(shape, self.dtype),
             "module": self.node.meta["module"],
             "backward": self.node.meta["backward"],
             "sharding": None,
@@ -185,12 +197,10 @@ class _Lowering:
         self._emit(c10d.wait_tensor.default, (self.value,), after)
 
     def _split(self, axis: int, placement: Placement) -> tuple[int, int]:
-        """Dim and local split of a cut: axes that cut the same dim further out have made the outer part smaller."""
-        dim, split = shard_dim(placement), shard_split(placement)
-        for other, placed in enumerate(self.state):
-            if other != axis and is_sharded(placed) and shard_dim(placed) == dim and shard_split(placed) < split:
-                split //= self.mesh.sizes[other]
-        return dim, split
+        """Dim and local split of a cut along `axis`, beside those that the value has along the others."""
+        sharding = (*self.state[:axis], placement, *self.state[axis + 1 :])
+        (made,) = (cut for cut in cuts(sharding, self.mesh) if cut.axis == axis)
+        return made.dim, made.split
 
     def _uneven(self, axis: int, placement: Placement) -> bool:
         sharding = (*self.state[:axis], placement, *self.state[axis + 1 :])

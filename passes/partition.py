@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
+from autopar._compat import LazyGraphModule
+from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind, copy_node
 from autopar.placement import Sharding
 from autopar.program import LocalGraph
 
@@ -98,7 +99,7 @@ def _backward(
     copies: dict[fx.Node, fx.Node] = {}
     for node in saved:
         copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
+        copies[node].meta.update(node.meta)
     inputs, shardings = _copy_inputs(joint, graph, specs, _BACKWARD_INPUTS, copies)
     inputs = [*(GraphInput(InputKind.SAVED, node.name) for node in saved), *inputs]
     shardings = [*(node.meta["sharding"] for node in saved), *shardings]
@@ -115,7 +116,7 @@ def _copy_inputs(
 ) -> tuple[list[GraphInput], list[Sharding | None]]:
     """Copy the placeholders of these kinds; returns what they are and how they lie."""
     given = [(n, s) for n, s in zip(specs, joint.input_shardings, strict=True) if specs[n].kind in kinds]
-    copies.update((node, graph.node_copy(node)) for node, _ in given)
+    copies.update((node, copy_node(graph, node, copies.__getitem__)) for node, _ in given)
     return [specs[node] for node, _ in given], [sharding for _, sharding in given]
 
 
@@ -124,7 +125,7 @@ def _copy_calls(graph: fx.Graph, nodes: list[fx.Node], inside: set[fx.Node], cop
         if node in copies:
             continue
         if node.op == "get_attr" or (node.op == "call_function" and node in inside):
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
 
 
 def _finish(
@@ -139,8 +140,7 @@ def _finish(
     for node in list(graph.find_nodes(op="get_attr")):
         if not node.users:
             graph.erase_node(node)
-    module = fx.GraphModule(joint.module, graph)
-    graph.lint()
+    module = LazyGraphModule(joint.module, graph)
     return LocalGraph(
         module,
         tuple(inputs),

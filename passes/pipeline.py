@@ -2,41 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
 from autopar.factors import analyse
 from autopar.graph import GraphInput, InputKind, JointGraph
 from autopar.passes.coalesce import coalesce
-from autopar.passes.decompose import decompose
+from autopar.passes.decompose import cut_whole, decompose
 from autopar.passes.localise import localise
 from autopar.passes.lower import lower_reshards
 from autopar.passes.partition import partition
-from autopar.passes.propagate import Assignment, propagate
+from autopar.passes.propagate import Assignment, propagate_edges, propagate_ops
 from autopar.passes.regather import regather
 from autopar.passes.remat import remat
 from autopar.passes.reshard import insert_reshards
 from autopar.passes.schedule import bound_reductions, prefetch_parameters, sink_waits
 from autopar.placement import Sharding, is_sharded
 from autopar.plan import Plan
-from autopar.program import LocalGraph, LocalProgram
-from autopar.rules import tensor_inputs
+from autopar.program import Collective, LocalGraph, LocalProgram, collectives_of
 
 Trace = Callable[[str, fx.GraphModule], None]
 """Called with each pass's name and the graph after it."""
 
+_Passes = Sequence[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]]
 
-def rewrite(joint: JointGraph, plan: Plan, after_pass: Trace | None = None) -> LocalProgram:
+
+def rewrite(joint: JointGraph, plan: Plan, after_pass: Trace | None = None, check: bool = True) -> LocalProgram:
     """Rewrite a normalised joint graph under a plan.
+
+    Args:
+        joint: the graph; stays as it is, except that what plans share is kept with it (`JointGraph.derived`).
+        plan: the plan.
+        after_pass: is shown the graph after each pass.
+        check: lint the graph after each pass.  Whoever only compares plans can leave it out.
 
     Raises:
         PlanError: if the plan does not belong to this graph.
     """
     joint, assignment = _assign(joint, plan)
     module = insert_reshards(joint, assignment, plan)
-    passes: list[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]] = [
+    module = _run([*_lowering(joint, plan), *_SCHEDULING], module, after_pass, check)
+    whole = _local_graph(joint, assignment, module, plan)
+    forward, backward = partition(whole)
+    program = LocalProgram(plan.mesh, whole, forward, backward)
+    if check:
+        for local in program.graphs:
+            local.module.graph.lint()
+    return program
+
+
+def collectives_under(joint: JointGraph, plan: Plan) -> list[Collective]:
+    """The collectives of a plan's program, without making the program: scheduling moves them and partitioning parts
+    them, but neither adds one or takes one away.
+
+    Raises:
+        PlanError: as `rewrite` does.
+    """
+    joint, assignment = _assign(joint, plan)
+    module = _run(_lowering(joint, plan), insert_reshards(joint, assignment, plan), None, check=False)
+    return list(collectives_of(module.graph))
+
+
+def _lowering(joint: JointGraph, plan: Plan) -> _Passes:
+    """From reshards in the global view to one rank's ops."""
+    return [
         ("insert_reshards", lambda m: m),
         ("remat", lambda m: remat(m, joint.inputs, plan)),
         ("regather", lambda m: regather(m, joint.inputs, plan)),
@@ -44,27 +74,37 @@ def rewrite(joint: JointGraph, plan: Plan, after_pass: Trace | None = None) -> L
         ("lower_reshards", lambda m: lower_reshards(m, plan.mesh)),
         ("drop_dead", _drop_dead),
         ("coalesce", coalesce),
-        ("sink_waits", sink_waits),
-        ("prefetch_parameters", prefetch_parameters),
-        ("bound_reductions", bound_reductions),
     ]
+
+
+_SCHEDULING: _Passes = [
+    ("sink_waits", sink_waits),
+    ("prefetch_parameters", prefetch_parameters),
+    ("bound_reductions", bound_reductions),
+]
+"""When things run; what runs is settled before."""
+
+
+def _run(passes: _Passes, module: fx.GraphModule, after_pass: Trace | None, check: bool) -> fx.GraphModule:
     for name, run in passes:
         module = run(module)
-        module.graph.lint()
+        if check:
+            module.graph.lint()
         if after_pass:
             after_pass(name, module)
-    whole = _local_graph(joint, assignment, module, plan)
-    forward, backward = partition(whole)
-    return LocalProgram(plan.mesh, whole, forward, backward)
+    return module
 
 
 def _assign(joint: JointGraph, plan: Plan) -> tuple[JointGraph, Assignment]:
-    """A copy of the graph with the ops taken apart that the plan cuts, and the decision for each op."""
-    joint = copy_joint(joint)
+    """The graph, with the ops taken apart that the plan cuts, and the decision for each op."""
     analysis = analyse(joint)
-    if decompose(joint, analysis, plan):
+    nodes = cut_whole(joint, analysis, plan)
+    if nodes:
+        joint = joint.keep(("decompose", nodes), lambda: decompose(joint, nodes))
         analysis = analyse(joint)
-    return joint, propagate(joint, analysis, plan)
+    # How the ops run follows from what is cut; how parameters rest matters at the graph's edges alone.
+    ops = joint.keep(("propagate", plan.factors, plan.mesh.sizes), lambda: propagate_ops(joint, analysis, plan))
+    return joint, propagate_edges(joint, analysis, plan, ops)
 
 
 def parameter_uses(joint: JointGraph, plan: Plan) -> dict[str, Sharding]:
@@ -72,30 +112,22 @@ def parameter_uses(joint: JointGraph, plan: Plan) -> dict[str, Sharding]:
     joint, assignment = _assign(joint, plan)
     params = {node: path for path, node in joint.param_nodes().items()}
     uses: dict[str, Sharding] = {}
-    for node, decided in assignment.nodes.items():
-        for operand, sharding in zip(tensor_inputs(node), decided.inputs, strict=False):
+    for node, operands in analyse(joint).operands.items():
+        for operand, sharding in zip(operands, assignment.nodes[node].inputs, strict=True):
             if operand in params and any(is_sharded(p) for p in sharding):
                 uses.setdefault(params[operand], sharding)
     return uses
 
 
-def copy_joint(joint: JointGraph) -> JointGraph:
-    """A copy whose graph may be changed; traced values are shared."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(joint.module.graph, copies))
-    for old, new in copies.items():
-        new.meta = dict(old.meta)
-    return replace(joint, module=fx.GraphModule(joint.module, graph))
-
-
 def _drop_dead(module: fx.GraphModule) -> fx.GraphModule:
-    module.graph.eliminate_dead_code()
+    # `Graph.eliminate_dead_code` asks of every node whether it has side effects; few have no reader.
+    for node in reversed(module.graph.nodes):
+        if not node.users and not node.is_impure():
+            module.graph.erase_node(node)
     return module
 
 
 def _local_graph(joint: JointGraph, assignment: Assignment, module: fx.GraphModule, plan: Plan) -> LocalGraph:
-    module.recompile()
     ranks = tuple(GraphInput(InputKind.RANK, name) for name in plan.mesh.names)
     shardings = (*(assignment.of(n) for n in joint.placeholders), *(None for _ in ranks))
     return LocalGraph(module, (*joint.inputs, *ranks), joint.outputs, shardings, assignment.wanted)

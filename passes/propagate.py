@@ -7,19 +7,19 @@ output lies.  It changes nothing; the next pass inserts a reshard wherever a val
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.factors import Factor, FactorAnalysis, source_of
+from autopar.factors import Factor, FactorAnalysis, ranked, source_of
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
 from autopar.mesh import Mesh
 from autopar.placement import Partial, Placement, Replicate, Sharding, is_sharded, replicated, shard
 from autopar.plan import Plan
-from autopar.rules import OpRule, tensor_inputs
+from autopar.rules import OpRule
 
 
 @dataclass(frozen=True)
@@ -60,40 +60,46 @@ class Assignment:
         return self.nodes[source].outputs[index]
 
 
-def propagate(joint: JointGraph, analysis: FactorAnalysis, plan: Plan) -> Assignment:
-    """Decide every op of `joint` under `plan`.
+OpShardings = Mapping[fx.Node, NodeSharding]
+"""The decision for every call of a graph."""
+
+
+def propagate_ops(joint: JointGraph, analysis: FactorAnalysis, plan: Plan) -> OpShardings:
+    """Decide every op of `joint`, which depends on the plan's factors and the sizes of its mesh alone.
 
     Raises:
-        PlanError: if the plan lacks a parameter of the graph, or names a factor that does not exist.
+        PlanError: if the plan names a factor that does not exist.
     """
-    return _Propagation(joint, analysis, plan).run()
+    return _Ops(joint, analysis, plan).run()
 
 
-class _Propagation:
+def propagate_edges(joint: JointGraph, analysis: FactorAnalysis, plan: Plan, ops: OpShardings) -> Assignment:
+    """Decide how the graph's inputs come in and its outputs are wanted, given how its ops run.
+
+    Raises:
+        PlanError: if the plan lacks a parameter of the graph.
+    """
+    return _Edges(joint, analysis, plan).run(ops)
+
+
+class _Edges:
     def __init__(self, joint: JointGraph, analysis: FactorAnalysis, plan: Plan) -> None:
         self.joint, self.analysis, self.plan, self.mesh = joint, analysis, plan, plan.mesh
-        self.nodes: dict[fx.Node, NodeSharding] = {}
-        self.classes = [[f for f in map(analysis.find, refs) if f is not None] for refs in plan.factors]
         self.batch = batch_factor(joint, analysis)
 
-    def run(self) -> Assignment:
-        placeholders = dict(zip(self.joint.placeholders, self.joint.inputs, strict=True))
-        for node in self.joint.module.graph.nodes:
-            if node.op == "placeholder":
-                self.nodes[node] = NodeSharding((), (self._input(node, placeholders[node]),))
-            elif node.op == "get_attr":
-                self.nodes[node] = NodeSharding((), (replicated(self.mesh),))
-            elif node.op == "call_function" and source_of(node)[0] is node:
-                self.nodes[node] = self._call(node)
+    def run(self, ops: OpShardings) -> Assignment:
+        nodes = dict(ops)
+        for spec, node in zip(self.joint.inputs, self.joint.placeholders, strict=True):
+            nodes[node] = NodeSharding((), (self._input(spec),))
+        for node in self.joint.module.graph.find_nodes(op="get_attr"):
+            nodes[node] = NodeSharding((), (replicated(self.mesh),))
         wanted = tuple(
             None if node is None else self._output(spec.kind, spec.path, node)
             for spec, node in zip(self.joint.outputs, self.joint.output_values, strict=True)
         )
-        return Assignment(self.nodes, wanted)
+        return Assignment(nodes, wanted)
 
-    # -- the graph's edges
-
-    def _input(self, node: fx.Node, spec: GraphInput) -> Sharding:
+    def _input(self, spec: GraphInput) -> Sharding:
         if spec.kind is InputKind.PARAM:
             return self._at_rest(spec.path)
         if spec.kind is InputKind.INPUT and spec.path in self.joint.batch_dims:
@@ -125,32 +131,47 @@ class _Propagation:
             return replicated(self.mesh)
         return (shard(dim),) * self.mesh.num_axes
 
-    # -- ops
+
+class _Ops:
+    def __init__(self, joint: JointGraph, analysis: FactorAnalysis, plan: Plan) -> None:
+        self.joint, self.analysis, self.mesh = joint, analysis, plan.mesh
+        self.nodes: dict[fx.Node, NodeSharding] = {}
+        self.wanted = [ranked(analysis, refs) for refs in plan.factors]
+        self.whole = replicated(plan.mesh)
+        self.unreduced: set[fx.Node] = set()
+
+    def run(self) -> OpShardings:
+        for node in self.joint.module.graph.nodes:
+            if node.op == "call_function" and source_of(node)[0] is node:
+                decided = self.nodes[node] = self._call(node)
+                if any(UNREDUCED in sharding for sharding in decided.outputs):
+                    self.unreduced.add(node)
+        return self.nodes
 
     def _call(self, node: fx.Node) -> NodeSharding:
-        whole = replicated(self.mesh)
         values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-        rule = self.analysis.rules.get(node)
-        if rule is None:
-            return NodeSharding(
-                (whole,) * len(tensor_inputs(node)), (whole,) * len(values), (None,) * self.mesh.num_axes
-            )
+        rule, operands = self.analysis.rules.get(node), self.analysis.operands[node]
         cuts: list[Cut | None] = []
         passing: list[frozenset[int]] = []
-        for axis in range(self.mesh.num_axes):
-            partial = self._passes_partial(node, rule, axis)
-            passing.append(partial)
-            cuts.append(None if partial else self._choose(node, rule, axis, cuts))
+        if rule is not None:
+            may_pass = any(source_of(n)[0] in self.unreduced for n in operands)
+            for axis in range(self.mesh.num_axes):
+                partial = self._passes_partial(node, rule, axis) if may_pass else frozenset()
+                passing.append(partial)
+                cuts.append(None if partial else self._choose(node, rule, axis, cuts))
+        if rule is None or not (any(cuts) or any(passing)):
+            inputs, outputs = (self.whole,) * len(operands), (self.whole,) * len(values)
+            return NodeSharding(inputs, outputs, (None,) * self.mesh.num_axes, rule)
         inputs = tuple(
             tuple(
-                Partial("sum") if i in passing[axis] else input_placement(rule, dims, cuts[axis])
+                UNREDUCED if i in passing[axis] else input_placement(rule, dims, cuts[axis])
                 for axis in range(self.mesh.num_axes)
             )
             for i, dims in enumerate(rule.inputs)
         )
         outputs = tuple(
             tuple(
-                Partial("sum") if passing[axis] else output_placement(rule, dims, cuts[axis])
+                UNREDUCED if passing[axis] else output_placement(rule, dims, cuts[axis])
                 for axis in range(self.mesh.num_axes)
             )
             for dims in rule.outputs
@@ -163,8 +184,8 @@ class _Propagation:
         Only where it saves a collective or costs nothing: the op does not grow the value, and nobody else reads it
         (another reader would need its own reduction).
         """
-        operands = tensor_inputs(node)
-        unreduced = frozenset(i for i, n in enumerate(operands) if self._value(n)[axis] == Partial("sum"))
+        operands = self.analysis.operands[node]
+        unreduced = frozenset(i for i, n in enumerate(operands) if self._is_unreduced(n, axis))
         if not unreduced or unreduced not in rule.linear or not isinstance(node.meta["val"], torch.Tensor):
             return frozenset()
         if any(len(n.users) > 1 for i, n in enumerate(operands) if i in unreduced):
@@ -174,26 +195,20 @@ class _Propagation:
         largest = max(operands[i].meta["val"].numel() for i in unreduced)
         return unreduced if node.meta["val"].numel() <= largest else frozenset()
 
-    def _value(self, node: fx.Node) -> Sharding:
+    def _is_unreduced(self, node: fx.Node, axis: int) -> bool:
         source, index = source_of(node)
-        return self.nodes[source].outputs[index]
+        return source in self.unreduced and self.nodes[source].outputs[index][axis] == UNREDUCED
 
     def _choose(self, node: fx.Node, rule: OpRule, axis: int, earlier: Sequence[Cut | None]) -> Cut | None:
         """The most wanted factor of this op that can be cut along `axis`."""
-        wanted = self.classes[axis]
+        wanted = self.wanted[axis]
         best: tuple[int, Cut] | None = None
-        for name in rule.factors if wanted else ():
-            if name in rule.whole:
-                continue
-            split = 1
-            for factor in self.analysis.rule_factors(node, name):
-                position = _position(wanted, factor)
+        for name, split, factor in self.analysis.cuttable(node) if wanted else ():
+            position = wanted.get(factor)
+            if position is not None and (best is None or position < best[0]):
                 cut = Cut(name, split)
-                if position is not None and (best is None or position < best[0]) and self._divides(
-                    rule, cut, factor.size, axis, earlier
-                ):  # fmt: skip
+                if self._divides(rule, cut, factor.size, axis, earlier):
                     best = (position, cut)
-                split *= factor.size
         return best[1] if best else None
 
     def _divides(self, rule: OpRule, cut: Cut, size: int, axis: int, earlier: Sequence[Cut | None]) -> bool:
@@ -203,8 +218,7 @@ class _Propagation:
         return size % (taken * self.mesh.sizes[axis]) == 0
 
 
-def _position(wanted: Sequence[Factor], factor: Factor) -> int | None:
-    return next((i for i, f in enumerate(wanted) if f is factor), None)
+UNREDUCED = Partial("sum")
 
 
 def input_placement(rule: OpRule, dims: tuple[tuple[str, ...], ...], cut: Cut | None) -> Placement:
@@ -246,4 +260,4 @@ def batch_dim(analysis: FactorAnalysis, batch: Factor | None, node: fx.Node) -> 
     return None
 
 
-__all__ = ["Assignment", "Cut", "Mesh", "NodeSharding", "batch_dim", "batch_factor", "propagate"]
+__all__ = ["Assignment", "Cut", "Mesh", "NodeSharding", "batch_dim", "batch_factor", "propagate_edges", "propagate_ops"]

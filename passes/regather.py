@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar._compat import OpOverload
 from autopar.graph import GraphInput, InputKind
 from autopar.passes.reshard import is_reshard
 from autopar.plan import Plan
-from autopar.rules import tensor_inputs
+from autopar.rules import is_look, tensor_inputs
 
-_CHEAP = {torch.ops.aten._to_copy.default}
+CHEAP = {torch.ops.aten._to_copy.default}
+"""Ops that are repeated like views, though they compute."""
 
 
 def regather(module: fx.GraphModule, inputs: tuple[GraphInput, ...], plan: Plan) -> fx.GraphModule:
@@ -42,7 +42,7 @@ def _looks(gathered: fx.Node) -> list[fx.Node]:
     """A gathered parameter and the forward nodes that only look at it."""
     chain = [gathered]
     for node in chain:
-        chain += [u for u in node.users if not u.meta.get("backward") and _only_looks(u)]
+        chain += [u for u in node.users if not u.meta.get("backward") and (u.target in CHEAP or is_look(u))]
     return chain
 
 
@@ -72,10 +72,3 @@ def _copied(graph: fx.Graph, node: fx.Node, gathered: fx.Node, copies: dict[fx.N
         new.meta = {**node.meta, "backward": True}
         copies[node] = new
     return copies[node]
-
-
-def _only_looks(node: fx.Node) -> bool:
-    op = node.target
-    if node.op != "call_function" or not isinstance(op, OpOverload) or len(tensor_inputs(node)) != 1:
-        return False
-    return op in _CHEAP or bool(op.is_view) or op is torch.ops.aten._unsafe_view.default

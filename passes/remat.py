@@ -27,11 +27,12 @@ from autopar._compat import OpOverload
 from autopar.errors import PlanError
 from autopar.graph import GraphInput, InputKind
 from autopar.mesh import Mesh
+from autopar.passes.regather import CHEAP
 from autopar.passes.reshard import is_reshard
 from autopar.placement import Replicate, is_sharded
 from autopar.plan import RECOMPUTE_LEVELS, Plan
 from autopar.regions import region_of
-from autopar.rules import tensor_inputs
+from autopar.rules import is_look
 
 
 def remat(module: fx.GraphModule, inputs: Sequence[GraphInput], plan: Plan) -> fx.GraphModule:
@@ -68,18 +69,12 @@ def parameter_looks(graph: fx.Graph, inputs: Sequence[GraphInput]) -> set[fx.Nod
     found = {node for node, spec in placeholders if spec.kind in held}
     for node in graph.nodes:
         if node.op == "get_attr" or (
-            node.op == "call_function" and (is_reshard(node) or _looks(node)) and node.all_input_nodes[0] in found
+            node.op == "call_function"
+            and (is_reshard(node) or is_look(node) or node.target in CHEAP)
+            and node.all_input_nodes[0] in found
         ):
             found.add(node)
     return found
-
-
-def _looks(node: fx.Node) -> bool:
-    op = node.target
-    return isinstance(op, OpOverload) and len(tensor_inputs(node)) == 1 and (op.is_view or op in _CHEAP)
-
-
-_CHEAP = {torch.ops.aten._unsafe_view.default, torch.ops.aten._to_copy.default}
 
 
 @dataclass(frozen=True)

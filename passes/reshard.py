@@ -5,19 +5,18 @@ Preserves numerics exactly: shapes are still global, and a reshard of a global v
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar._compat import OpOverload, tree_flatten, tree_unflatten
+from autopar._compat import LazyGraphModule
 from autopar.factors import source_of
-from autopar.graph import JointGraph, OutputKind
+from autopar.graph import JointGraph, OutputKind, copy_node
 from autopar.passes.propagate import Assignment
 from autopar.placement import Partial, Replicate, Sharding, describe_sharding, is_sharded
 from autopar.plan import Plan
-from autopar.rules import is_tensor_node, tensor_inputs
+from autopar.rules import is_look, is_tensor_node, tensor_inputs
 
 
 def reshard(value: torch.Tensor, source: str, target: str) -> torch.Tensor:
@@ -59,7 +58,7 @@ class _Insertion:
         wanted = zip(self.joint.output_values, self.assignment.wanted, strict=True)
         values = tuple(None if n is None or s is None else self._reshard(n, s, n) for n, s in wanted)
         self.graph.output(values)
-        return fx.GraphModule(self.joint.module, self.graph)
+        return LazyGraphModule(self.joint.module, self.graph)
 
     def _gradients_to_reduce(self) -> dict[fx.Node, Sharding]:
         if self.plan.delay_reduction:
@@ -69,8 +68,7 @@ class _Insertion:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         if node.op != "call_function" or source_of(node)[0] is not node:
-            new = self.graph.node_copy(node, self.copies.__getitem__)
-            new.meta = dict(node.meta)
+            new = copy_node(self.graph, node, self.copies.__getitem__)
             new.meta["sharding"] = self.assignment.of(node)
             return new
         decided = self.assignment.nodes[node]
@@ -79,9 +77,7 @@ class _Insertion:
         def bring(arg: Any) -> Any:
             return self._reshard(arg, next(needs), node) if is_tensor_node(arg) else self.copies[arg]
 
-        args, kwargs = map_in_order(node, bring)
-        new = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
-        new.meta = dict(node.meta)
+        new = copy_node(self.graph, node, bring)
         several = isinstance(node.meta["val"], (tuple, list))
         new.meta["sharding"] = decided.outputs if several else decided.outputs[0]
         new.meta["cuts"], new.meta["rule"] = decided.cuts, decided.rule
@@ -119,7 +115,7 @@ class _Insertion:
         kept = [now == then for now, then in zip(source, target, strict=True)]
         wanted = tuple(p if same else Replicate() for p, same in zip(decided.inputs[0], kept, strict=True))
         whole = self._reshard(tensor_inputs(value)[0], wanted, reader)
-        args, kwargs = map_in_order(value, lambda _: whole)
+        args, kwargs = fx.map_arg((value.args, value.kwargs), lambda _: whole)
         new = self.graph.create_node("call_function", value.target, args, kwargs)
         cuts = tuple(cut if same else None for cut, same in zip(decided.cuts, kept, strict=True))
         new.meta = {**value.meta, "backward": reader.meta["backward"], "sharding": target, "cuts": cuts}
@@ -137,16 +133,6 @@ def gathers(source: Sharding, target: Sharding) -> bool:
 
 def is_relayout(node: fx.Node) -> bool:
     """Whether a call shows all of its one input's elements in another shape or order."""
-    op = node.target
-    if node.op != "call_function" or not isinstance(op, OpOverload) or len(tensor_inputs(node)) != 1:
-        return False
-    if not (op.is_view or op is torch.ops.aten._unsafe_view.default) or not isinstance(node.meta["val"], torch.Tensor):
+    if not is_look(node) or not isinstance(node.meta["val"], torch.Tensor):
         return False
     return bool(node.meta["val"].numel() == tensor_inputs(node)[0].meta["val"].numel())
-
-
-def map_in_order(node: fx.Node, change: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Rebuild a node's arguments, calling `change` on each node argument in the order of `tensor_inputs`."""
-    flat, spec = tree_flatten((node.args, dict(node.kwargs)))
-    args, kwargs = tree_unflatten([change(a) if isinstance(a, fx.Node) else a for a in flat], spec)
-    return args, kwargs

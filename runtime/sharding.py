@@ -1,16 +1,12 @@
 """Cutting a whole tensor into the ranks' parts, and putting the parts together again.
 
-A placement with a split reads its dim *globally* as (split, n, rest) and cuts the middle.  When several mesh axes
-cut one dim, the axis with the smaller split holds the more major factor and is applied first; axes with equal
-splits cut the same factor and nest in mesh order, the outer axis first.  A cut made after more major ones sees a dim
-whose outer factor is already smaller, so its split shrinks by the sizes of those axes.
+How a sharding reads as a sequence of cuts, `autopar.placement.cuts` says.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,46 +14,18 @@ from torch import Tensor
 from autopar.errors import PlanError, VerificationError
 from autopar.mesh import Mesh
 from autopar.placement import (
+    DimCut,
     Partial,
     Placement,
     Replicate,
     Sharding,
+    cuts,
     describe_sharding,
     is_sharded,
     shard,
     shard_dim,
     shard_split,
 )
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One step of cutting: along mesh axis number `axis`, read tensor dim `dim` as (split, rest) and chunk the rest."""
-
-    axis: int
-    dim: int
-    split: int
-
-
-def cuts(sharding: Sharding, mesh: Mesh) -> list[Cut]:
-    """The cuts that lead from the whole tensor to one rank's part, in the order in which they apply.
-
-    Raises:
-        PlanError: if two axes cut the same dim in a way that has no order: the split of the inner one is not a
-            multiple of the number of parts that the outer ones make.
-    """
-    wanted = [(shard_dim(p), shard_split(p), axis) for axis, p in enumerate(sharding) if is_sharded(p)]
-    out = []
-    for dim, split, axis in sorted(wanted):
-        outer = math.prod(mesh.sizes[a] for d, s, a in wanted if d == dim and s < split)
-        if split % outer:
-            raise PlanError(
-                f"sharding {describe_sharding(sharding, mesh)} on mesh {mesh}: the split {split} of axis "
-                f"{mesh.names[axis]!r} on dim {dim} must be a multiple of {outer}, the number of parts that the axes "
-                "with a smaller split make of that dim; cut another dim or another factor"
-            )
-        out.append(Cut(axis, dim, split // outer))
-    return out
 
 
 def device_placements(sharding: Sharding, mesh: Mesh) -> tuple[Placement, ...]:
@@ -133,7 +101,7 @@ def unshard(locals_: Sequence[Tensor], sharding: Sharding, mesh: Mesh, shape: Se
     return whole
 
 
-def _piece(tensor: Tensor, cut: Cut, num_parts: int, position: int) -> Tensor:
+def _piece(tensor: Tensor, cut: DimCut, num_parts: int, position: int) -> Tensor:
     size = tensor.shape[cut.dim]
     if size % cut.split:
         raise PlanError(
@@ -148,13 +116,13 @@ def _piece(tensor: Tensor, cut: Cut, num_parts: int, position: int) -> Tensor:
     return _read_as_two(tensor, cut).narrow(cut.dim + 1, start, length).flatten(cut.dim, cut.dim + 1)
 
 
-def _join(pieces: list[Tensor], cut: Cut) -> Tensor:
+def _join(pieces: list[Tensor], cut: DimCut) -> Tensor:
     if cut.split == 1:
         return torch.cat(pieces, cut.dim)
     return torch.cat([_read_as_two(piece, cut) for piece in pieces], cut.dim + 1).flatten(cut.dim, cut.dim + 1)
 
 
-def _read_as_two(tensor: Tensor, cut: Cut) -> Tensor:
+def _read_as_two(tensor: Tensor, cut: DimCut) -> Tensor:
     """The tensor with its dim read as (split, rest)."""
     shape = tensor.shape
     return tensor.reshape(*shape[: cut.dim], cut.split, shape[cut.dim] // cut.split, *shape[cut.dim + 1 :])

@@ -19,11 +19,11 @@ from autopar.passes.localise import localise
 from autopar.passes.lower import lower_reshards, steps
 from autopar.passes.propagate import Assignment, NodeSharding
 from autopar.passes.reshard import insert_reshards
-from autopar.placement import Partial, Placement, Replicate, Shard, Sharding, is_sharded, shard
+from autopar.placement import Partial, Placement, Replicate, Shard, Sharding, cuts, is_sharded, shard
 from autopar.plan import Plan
 from autopar.program import Collective, LocalGraph, collectives_of
 from autopar.runtime.lockstep import ExecutedCollective, run_lockstep
-from autopar.runtime.sharding import cuts, unshard
+from autopar.runtime.sharding import unshard
 
 R, P, S0, S1 = Replicate(), Partial("sum"), Shard(0), Shard(1)
 ROW, GRID, OBLONG, CUBE = (Mesh(("a", "b", "c")[: len(sizes)], sizes) for sizes in [(4,), (2, 2), (2, 3), (2, 2, 2)])
