@@ -9,7 +9,7 @@ import enum
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias
 
 import torch
 
@@ -116,8 +116,8 @@ class OptimizerMemory:
         return int(peak + together)
 
 
-BuildOptimizer: TypeAlias = "Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]"
-OptimizerLike: TypeAlias = Union[str, torch.optim.Optimizer, BuildOptimizer, OptimizerMemory]
+BuildOptimizer: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+OptimizerLike: TypeAlias = str | torch.optim.Optimizer | BuildOptimizer | OptimizerMemory
 """A name in `OPTIMIZERS`; an instance, whose class and options count; a class or another function that makes an
 optimizer of parameters, such as `functools.partial(torch.optim.SGD, momentum=0.9)`; or a record of your own."""
 
@@ -187,8 +187,8 @@ on `DTensor` parameters, one by one unless `foreach` or `fused` says otherwise.
 * `lion`: X. Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023: one moment; the interpolated moment and
   its sign at once.
 * `*_8bit`: T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021, as in bitsandbytes.
-* `muon`: K. Jordan et al., "Muon", 2024.  It steps matrices only, the rest is AdamW's; temporaries are those of a square
-  matrix, which has the most.
+* `muon`: K. Jordan et al., "Muon", 2024.  It steps matrices only, the rest is AdamW's; temporaries are those of a
+  square matrix, which has the most.
 """
 
 

@@ -140,5 +140,5 @@ def test_what_cannot_be_measured_is_said() -> None:
         find_optimizer("shampoo")
     with pytest.raises(InputError, match=r"memory of optimizer LBFGS, which fails .*TypeError.*pass an instance"):
         find_optimizer(torch.optim.LBFGS)
-    with pytest.raises(InputError, match="a name, a torch.optim.Optimizer or its class, got 3"):
+    with pytest.raises(InputError, match=r"a name, a torch\.optim\.Optimizer or its class, got 3"):
         find_optimizer(3)  # type: ignore[arg-type]
