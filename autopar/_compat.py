@@ -74,6 +74,7 @@ __all__ = [
     "is_value_read",
     "new_fake_mode",
     "shares_storage",
+    "storage_id",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -148,7 +149,12 @@ def core_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
 
 def shares_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors are views of one allocation; on the meta device too, where addresses say nothing."""
-    return bool(left.untyped_storage()._cdata == right.untyped_storage()._cdata)
+    return storage_id(left) == storage_id(right)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that names a tensor's allocation as long as that lives; on the meta device too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 @contextlib.contextmanager

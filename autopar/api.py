@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.cluster import Cluster
 from autopar.compiler import AUTO, Compiler
+from autopar.cost_model.optimizers import OptimizerLike
 from autopar.errors import InputError, MeshError
 from autopar.mesh import parse_shape
 from autopar.plan import Plan
@@ -34,7 +35,7 @@ def parallelize(
     strategy: str | Plan = AUTO,
     example_inputs: Any = None,
     batch_dims: Mapping[str, int | None] | None = None,
-    optimizer: str = "adamw",
+    optimizer: OptimizerLike = "adamw",
 ) -> ParallelModule:
     """Shard a model over a mesh: trace, plan, rewrite, and turn its parameters into DTensors in place.
 
@@ -53,7 +54,8 @@ def parallelize(
             `(args, kwargs)`, or a tensor.  Without it, planning waits for the first call.
         batch_dims: for inputs whose batch dim is not found by its size: path -> dim, or None for an input that is the
             same on every rank.
-        optimizer: whose state counts against the budget: `adamw`, `sgd`, …
+        optimizer: whose memory counts against the budget: a name (`adamw`, `sgd`, …), a `torch.optim` class, or an
+            instance, whose class and options count.
 
     Raises:
         MeshError: if the mesh does not fit the running ranks.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from autopar.cluster import Cluster, budget_bytes
+from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
 from autopar.cost_model.simulate import Simulation, simulate
 from autopar.describe import describe_params
 from autopar.errors import InfeasibleBudgetError, MeshError
@@ -64,12 +65,15 @@ class Compiler:
     cluster: Cluster
     mem_gb: float | None = None
     strategy: str = AUTO
-    optimizer: str = "adamw"
+    optimizer: OptimizerLike = "adamw"
     batch_dims: Mapping[str, int | None] | None = None
     around_trace: Callable[[], AbstractContextManager[Any]] = nullcontext
     _traced: tuple[object, JointGraph] | None = field(default=None, repr=False)
     _priced: tuple[JointGraph, list[Priced]] | None = field(default=None, repr=False)
     _warned: set[str] = field(default_factory=set, repr=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = find_optimizer(self.optimizer)  # measured once, and refused before any work
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, local: bool = True) -> JointGraph:
         """The normalised joint graph for all ranks together; the last one is kept.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, Union
@@ -30,17 +31,19 @@ from autopar.cost_model.ops import aliased_input, tensor_bytes, workspace_bytes
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
 from autopar.program import COLLECTIVE_KINDS, LocalGraph, LocalProgram
 
-PARAM, GRADIENT, ACTIVATION, TEMPORARY = "params", "grads", "activations", "temporaries"
+PARAM, GRADIENT, OPTIMIZER, ACTIVATION, TEMPORARY = "params", "grads", "optimizer", "activations", "temporaries"
+"""Kinds of blocks, by their names in `MemoryParts`."""
 
 
 @dataclass(eq=False)
 class Block:
-    """One allocation, alive from step `born` to step `last`, both included."""
+    """One allocation of a module, alive from step `born` to step `last`, both included."""
 
     num_bytes: int
     born: int
     last: int
     kind: str = TEMPORARY
+    module: str = ""
 
 
 Blocks: TypeAlias = Union[Block, "tuple[Blocks, ...]", None]
@@ -56,7 +59,7 @@ class Liveness:
         layouts: strides of the program's values.
         copies_reduce_scatter: whether the backend sums a copy of a reduce-scatter's whole input, as gloo does.
         blocks: every block, in order of birth within a pass.
-        steps: `pass:node` of every step; the optimizer's step, if any, comes after the last one.
+        steps: `pass:node` of every step.
     """
 
     granularity: int
@@ -78,8 +81,9 @@ class Liveness:
             liveness._use(value, len(liveness.steps))
         return liveness
 
-    def live_bytes(self, num_steps: int) -> list[dict[str, int]]:
-        """Bytes alive in each of `num_steps` steps, by kind of block."""
+    def live_bytes(self) -> list[dict[str, int]]:
+        """Bytes alive in each step, by kind of block."""
+        num_steps = len(self.steps)
         changes: list[dict[str, int]] = [dict.fromkeys(_KINDS, 0) for _ in range(num_steps + 1)]
         for block in self.blocks:
             changes[block.born][block.kind] += block.num_bytes
@@ -89,11 +93,20 @@ class Liveness:
                 change[kind] += before[kind]
         return changes[:num_steps]
 
+    def live_at(self, step: int) -> Counter[tuple[str, str]]:
+        """Bytes alive in one step, by module and kind."""
+        live: Counter[tuple[str, str]] = Counter()
+        for block in self.blocks:
+            if block.born <= step <= block.last:
+                live[block.module, block.kind] += block.num_bytes
+        return live
+
     def _run_forward(self, graph: LocalGraph, held: list[Blocks]) -> dict[str, Blocks]:
         values: dict[fx.Node, Blocks] = {}
         for spec, node in placeholders(graph):
             kind = _PERMANENT.get(spec.kind)
-            values[node] = self._allocate(node.meta["val"], kind) if kind else None
+            module = owner_of(spec.path) if kind == PARAM else ""
+            values[node] = self._allocate(node.meta["val"], module, kind) if kind else None
             held.append(values[node])
         self._walk(graph, "forward", values)
         saved: dict[str, Blocks] = {}
@@ -113,7 +126,7 @@ class Liveness:
             if spec.kind is InputKind.SAVED:
                 values[node] = saved[spec.path]
             elif spec.kind is InputKind.TANGENT:
-                values[node] = self._allocate(node.meta["val"])
+                values[node] = self._allocate(node.meta["val"], "")
                 tangents.append(values[node])
             else:
                 values[node] = None
@@ -141,14 +154,15 @@ class Liveness:
         """Blocks of a node's result: its base's if it is a view, new ones otherwise."""
         if node.op == "output":
             return None
+        module = node.meta.get("module", "")
         if workspace := workspace_bytes(node):
-            self._add(workspace, now)
+            self._add(workspace, now, module)
         kind = COLLECTIVE_KINDS.get(node.target) if isinstance(node.target, OpOverload) else None
         if kind is not None and kind != "all_reduce":
             self._in_flight[node] = self._busy_until_waited_for(node, kind, now, values)
         base = aliased_input(node, self.layouts)
         if base is None:
-            return self._allocate(node.meta.get("val"), TEMPORARY, now)
+            return self._allocate(node.meta.get("val"), module, TEMPORARY, now)
         shared = values[base]
         if node.target is operator.getitem and isinstance(shared, tuple):
             index = node.args[1]
@@ -163,18 +177,18 @@ class Liveness:
         operand = node.all_input_nodes[0]
         busy = tuple(_flatten(values[operand]))
         if kind == "reduce_scatter" and self.copies_reduce_scatter:
-            busy += (self._add(tensor_bytes(operand.meta["val"]), now),)
+            busy += (self._add(tensor_bytes(operand.meta["val"]), now, node.meta.get("module", "")),)
         return busy
 
-    def _allocate(self, value: object, kind: str = TEMPORARY, born: int | None = None) -> Blocks:
+    def _allocate(self, value: object, module: str, kind: str = TEMPORARY, born: int | None = None) -> Blocks:
         if isinstance(value, torch.Tensor):
-            return self._add(tensor_bytes(value), len(self.steps) if born is None else born, kind)
+            return self._add(tensor_bytes(value), len(self.steps) if born is None else born, module, kind)
         if isinstance(value, (tuple, list)):
-            return tuple(self._allocate(v, kind, born) for v in value)
+            return tuple(self._allocate(v, module, kind, born) for v in value)
         return None
 
-    def _add(self, num_bytes: int, born: int, kind: str = TEMPORARY) -> Block:
-        block = Block(-(-num_bytes // self.granularity) * self.granularity, born, born, kind)
+    def _add(self, num_bytes: int, born: int, module: str, kind: str = TEMPORARY) -> Block:
+        block = Block(-(-num_bytes // self.granularity) * self.granularity, born, born, kind, module)
         self.blocks.append(block)
         return block
 
@@ -188,8 +202,13 @@ class Liveness:
                 block.kind = kind
 
 
-_KINDS = (PARAM, GRADIENT, ACTIVATION, TEMPORARY)
+_KINDS = (PARAM, GRADIENT, OPTIMIZER, ACTIVATION, TEMPORARY)
 _PERMANENT = {InputKind.PARAM: PARAM, InputKind.BUFFER: PARAM, InputKind.INPUT: ACTIVATION}
+
+
+def owner_of(path: str) -> str:
+    """The module that a parameter or buffer belongs to."""
+    return path.rpartition(".")[0]
 
 
 def placeholders(graph: LocalGraph) -> Iterator[tuple[GraphInput, fx.Node]]:

@@ -6,14 +6,26 @@ them to None, its default) before the forward pass.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
 
 from autopar.cluster import Cluster
 from autopar.cost_model.layout import Layouts, layouts_of
-from autopar.cost_model.liveness import ACTIVATION, GRADIENT, PARAM, TEMPORARY, Liveness, outputs, placeholders
+from autopar.cost_model.liveness import (
+    ACTIVATION,
+    OPTIMIZER,
+    TEMPORARY,
+    Block,
+    Liveness,
+    outputs,
+    owner_of,
+    placeholders,
+)
 from autopar.cost_model.ops import tensor_bytes
+from autopar.cost_model.optimizers import OptimizerLike, OptimizerMemory, find_optimizer
 from autopar.devices import GIB
-from autopar.errors import InputError
 from autopar.graph import InputKind, OutputKind
 from autopar.plan import MemoryParts
 from autopar.program import LocalProgram
@@ -32,33 +44,6 @@ FRAGMENTATION_SHARE = 0.05
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """Memory of an optimizer, relative to bytes of the parameters it steps.
-
-    Attributes:
-        state_ratio: state that it keeps.
-        largest_ratio: temporaries of its step, relative to the largest parameter: it goes one by one, PyTorch's
-            default for `DTensor` parameters.
-        all_ratio: temporaries relative to all of them: `foreach=True` works on lists.
-    """
-
-    state_ratio: float
-    largest_ratio: float
-    all_ratio: float = 0.0
-
-
-OPTIMIZERS = {
-    "sgd": Optimizer(0, 1),
-    "sgd_momentum": Optimizer(1, 1),
-    "adam": Optimizer(2, 2),
-    "adamw": Optimizer(2, 2),
-    "adamw_foreach": Optimizer(2, 0, 1),
-    "adamw_fused": Optimizer(2, 0),
-}
-"""Adam's step needs the square root of the second moment and its quotient at once."""
-
-
-@dataclass(frozen=True)
 class AtRest:
     """Bytes that one rank holds between steps, as tensors, without the allocator's rounding.
 
@@ -66,15 +51,28 @@ class AtRest:
         params: parameters.
         buffers: buffers.
         trained: the parameters that get a gradient.
-        largest_trained: the largest of those.
         optimizer: state of the optimizer.
     """
 
     params: int
     buffers: int
     trained: int
-    largest_trained: int
     optimizer: int
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """What one module holds at a moment.
+
+    Attributes:
+        module: path of the module that owns the parameters, or whose op allocated the rest; empty for the root.
+        kind: `params`, `grads`, `optimizer`, `activations`, `temporaries` or `reserve`, as in `MemoryParts`.
+        num_bytes: how much.
+    """
+
+    module: str
+    kind: str
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -85,71 +83,75 @@ class MemoryProfile:
         peak: bytes by kind at the moment of the peak.
         peak_at: pass and node of the peak, such as `backward:mm_3`.
         timeline: total bytes, reserve included, while each node runs, in program order.
+        live_at_peak: what makes up `peak`, by module and kind, the largest first.
     """
 
     peak: MemoryParts
     peak_at: str
     timeline: tuple[tuple[str, int], ...]
+    live_at_peak: tuple[LiveBytes, ...]
 
 
-def find_optimizer(name: str) -> Optimizer:
-    """The optimizer called `name`.
-
-    Raises:
-        InputError: if it is not known.
-    """
-    if name not in OPTIMIZERS:
-        raise InputError(f"unknown optimizer {name!r}; known: {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[name]
-
-
-def at_rest(program: LocalProgram, optimizer: str = "adamw") -> AtRest:
+def at_rest(program: LocalProgram, optimizer: OptimizerLike = "adamw") -> AtRest:
     """What one rank holds between steps; the first rank's, which has the most where a dim does not divide."""
-    trained = _trained(program)
-    sizes: dict[InputKind, dict[str, int]] = {InputKind.PARAM: {}, InputKind.BUFFER: {}}
+    memory = find_optimizer(optimizer)
+    sizes = {InputKind.PARAM: 0, InputKind.BUFFER: 0}
     for spec, node in placeholders(program.forward):
         if spec.kind in sizes:
-            sizes[spec.kind][spec.path] = tensor_bytes(node.meta["val"])
-    trained_sizes = [size for path, size in sizes[InputKind.PARAM].items() if path in trained]
+            sizes[spec.kind] += tensor_bytes(node.meta["val"])
+    trained = _trained(program).values()
     return AtRest(
-        params=sum(sizes[InputKind.PARAM].values()),
-        buffers=sum(sizes[InputKind.BUFFER].values()),
-        trained=sum(trained_sizes),
-        largest_trained=max(trained_sizes, default=0),
-        optimizer=int(find_optimizer(optimizer).state_ratio * sum(trained_sizes)),
+        params=sizes[InputKind.PARAM],
+        buffers=sizes[InputKind.BUFFER],
+        trained=sum(map(tensor_bytes, trained)),
+        optimizer=sum(map(memory.state_bytes, trained)),
     )
 
 
 def memory_profile(
-    program: LocalProgram, cluster: Cluster, optimizer: str = "adamw", layouts: Layouts | None = None
+    program: LocalProgram, cluster: Cluster, optimizer: OptimizerLike = "adamw", layouts: Layouts | None = None
 ) -> MemoryProfile:
     """Peak memory of one rank over forward, backward and optimizer step, with where it comes from.
 
     `layouts` are the program's, if they were worked out before.
+
+    Raises:
+        InputError: if the optimizer is not known and cannot be measured.
     """
-    rest = at_rest(program, optimizer)
     layouts = layouts_of(program) if layouts is None else layouts
-    liveness = Liveness.of(program, layouts, ALLOCATION_BYTES[cluster.device.kind], cluster.backend == "gloo")
-    steps = [*liveness.steps, "optimizer:step"] if rest.trained else liveness.steps
-    moments = liveness.live_bytes(len(steps))
-    if rest.trained:
-        model = find_optimizer(optimizer)
-        moments[-1][TEMPORARY] += int(model.all_ratio * rest.trained + model.largest_ratio * rest.largest_trained)
+    granularity = ALLOCATION_BYTES[cluster.device.kind]
+    liveness = Liveness.of(program, layouts, granularity, cluster.backend == "gloo")
+    if trained := _trained(program):
+        _add_optimizer(liveness, trained, find_optimizer(optimizer))
     fixed, share = _reserve(program, cluster)
     parts = [
-        MemoryParts(
-            params=moment[PARAM],
-            grads=moment[GRADIENT],
-            optimizer=rest.optimizer,
-            activations=moment[ACTIVATION],
-            temporaries=moment[TEMPORARY],
-            reserve=fixed + int(share * (moment[ACTIVATION] + moment[TEMPORARY])),
-        )
-        for moment in moments
+        MemoryParts(**moment, reserve=fixed + int(share * (moment[ACTIVATION] + moment[TEMPORARY])))
+        for moment in liveness.live_bytes()
     ]
     totals = [part.total for part in parts]
     peak = totals.index(max(totals))
-    return MemoryProfile(parts[peak], steps[peak], tuple(zip(steps, totals, strict=True)))
+    live = [
+        *(LiveBytes(module, kind, size) for (module, kind), size in liveness.live_at(peak).items()),
+        LiveBytes("", "reserve", parts[peak].reserve),
+    ]
+    return MemoryProfile(
+        parts[peak],
+        liveness.steps[peak],
+        tuple(zip(liveness.steps, totals, strict=True)),
+        tuple(sorted((one for one in live if one.num_bytes), key=lambda one: (-one.num_bytes, one.module, one.kind))),
+    )
+
+
+def _add_optimizer(liveness: Liveness, trained: Mapping[str, torch.Tensor], memory: OptimizerMemory) -> None:
+    """The optimizer's state, which is always there, and its step, which comes last."""
+    last = len(liveness.steps)
+    liveness.steps.append("optimizer:step")
+    for path, param in trained.items():
+        num_bytes = memory.state_bytes(param, liveness.granularity)
+        liveness.blocks.append(Block(num_bytes, 0, last, OPTIMIZER, owner_of(path)))
+    largest = max(trained, key=lambda path: tensor_bytes(trained[path]))
+    step_bytes = memory.step_bytes(list(trained.values()))
+    liveness.blocks.append(Block(step_bytes, last, last, TEMPORARY, owner_of(largest)))
 
 
 def _reserve(program: LocalProgram, cluster: Cluster) -> tuple[int, float]:
@@ -160,8 +162,13 @@ def _reserve(program: LocalProgram, cluster: Cluster) -> tuple[int, float]:
     return CONTEXT_BYTES + NCCL_BYTES * num_communicators, FRAGMENTATION_SHARE
 
 
-def _trained(program: LocalProgram) -> frozenset[str]:
-    """Parameters that get a gradient."""
+def _trained(program: LocalProgram) -> dict[str, torch.Tensor]:
+    """Parameters that get a gradient, in the order in which an optimizer steps them."""
     if program.backward is None:
-        return frozenset()
-    return frozenset(spec.path for spec, _ in outputs(program.backward) if spec.kind is OutputKind.GRADIENT)
+        return {}
+    trained = {spec.path for spec, _ in outputs(program.backward) if spec.kind is OutputKind.GRADIENT}
+    return {
+        spec.path: node.meta["val"]
+        for spec, node in placeholders(program.forward)
+        if spec.kind is InputKind.PARAM and spec.path in trained
+    }

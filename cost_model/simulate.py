@@ -12,8 +12,9 @@ from torch import fx
 from autopar.cluster import Cluster, Link, axis_link
 from autopar.cost_model.collectives import collective_time
 from autopar.cost_model.layout import Layouts, layouts_of
-from autopar.cost_model.memory import at_rest, memory_profile
+from autopar.cost_model.memory import LiveBytes, at_rest, memory_profile
 from autopar.cost_model.ops import op_time
+from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
 from autopar.plan import MemoryParts
 from autopar.program import Collective, LocalProgram, collectives_of
 
@@ -31,6 +32,7 @@ class Simulation:
         peak_at: pass and node of the peak, such as `backward:mm_3`.
         collective_bytes: bytes by `kind@axis`, each the whole tensor as in `Collective.num_bytes`.
         timeline: total bytes while each node runs.
+        live_at_peak: what makes up `memory`, by module and kind, the largest first.
     """
 
     step_time_s: float
@@ -41,21 +43,25 @@ class Simulation:
     peak_at: str
     collective_bytes: Mapping[str, int]
     timeline: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+    live_at_peak: tuple[LiveBytes, ...] = field(default=(), repr=False)
 
 
-def simulate(program: LocalProgram, cluster: Cluster, optimizer: str = "adamw", allow_tf32: bool = False) -> Simulation:
+def simulate(
+    program: LocalProgram, cluster: Cluster, optimizer: OptimizerLike = "adamw", allow_tf32: bool = False
+) -> Simulation:
     """Predict time and memory of one step of a rewritten program.
 
     Args:
         program: with local shapes; its mesh has as many ranks as the cluster.
         cluster: what it runs on.
-        optimizer: a name in `autopar.cost_model.memory.OPTIMIZERS`.
+        optimizer: a name in `autopar.cost_model.optimizers.OPTIMIZERS`, an optimizer or its class.
         allow_tf32: whether float32 matmuls may use TF32 units.
 
     Raises:
         MeshError: if mesh and cluster differ in size.
-        InputError: if the optimizer is not known.
+        InputError: if the optimizer is not known and cannot be measured.
     """
+    optimizer = find_optimizer(optimizer)
     links = {axis: axis_link(cluster, program.mesh, axis) for axis in program.mesh.names}
     layouts = layouts_of(program)
     clock = _Clock(program, cluster, links, layouts, allow_tf32)
@@ -81,6 +87,7 @@ def simulate(program: LocalProgram, cluster: Cluster, optimizer: str = "adamw", 
         peak_at=profile.peak_at,
         collective_bytes=dict(sorted(collective_bytes.items())),
         timeline=profile.timeline,
+        live_at_peak=profile.live_at_peak,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar._compat import TorchDispatchMode
 from autopar.cluster import Cluster
+from autopar.cost_model.allocations import AllocationTracker
 from autopar.cost_model.liveness import placeholders
 from autopar.cost_model.memory import at_rest, memory_profile
 from autopar.graph import InputKind, JointGraph, OutputKind
@@ -24,38 +23,14 @@ from autopar.trace import trace
 RANKS = 4
 
 
-class Meter(TorchDispatchMode):
-    """Bytes of the storages that ops make, as they come and go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.now = 0
-        self.log: list[tuple[str, int]] = []
-
-    def count(self, value: object, free: bool = False) -> None:
-        for tensor in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.sizes:
-                storage = tensor.untyped_storage()
-                self.sizes[storage._cdata] = 0 if free else storage.nbytes()
-                self.now += self.sizes[storage._cdata]
-                weakref.finalize(storage, self.forget, storage._cdata)
-
-    def forget(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.count(result)
-        return result
-
-
 class RankAlone(fx.Interpreter):
     """Runs one rank's graph; a collective gives zeros, and holds on to its input until the wait as NCCL does."""
 
-    def __init__(self, module: fx.GraphModule, name: str, meter: Meter) -> None:
+    def __init__(
+        self, module: fx.GraphModule, name: str, tracker: AllocationTracker, log: list[tuple[str, int]]
+    ) -> None:
         super().__init__(module)
-        self.name, self.meter = name, meter
+        self.name, self.tracker, self.log = name, tracker, log
         self.in_flight: dict[fx.Node, torch.Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -71,7 +46,7 @@ class RankAlone(fx.Interpreter):
         else:
             result = super().run_node(n)
         if n.op != "placeholder":
-            self.meter.log.append((f"{self.name}:{n.name}", self.meter.now))
+            self.log.append((f"{self.name}:{n.name}", self.tracker.live_bytes))
         if isinstance(waited, fx.Node):
             self.in_flight.pop(waited, None)
         return result
@@ -86,11 +61,11 @@ def example(node: fx.Node) -> Any:
 def measure(program: LocalProgram) -> list[tuple[str, int]]:
     """Bytes that exist after each node of forward and backward, without parameters, buffers and inputs."""
     assert program.backward is not None
-    with torch.no_grad(), Meter() as meter:
-        boxed = [example(node) for _, node in placeholders(program.forward)]
-        permanent = list(boxed)
-        meter.now, meter.sizes = 0, dict.fromkeys(meter.sizes, 0)
-        results = RankAlone(program.forward.module, "forward", meter).boxed_run(boxed)
+    boxed = [example(node) for _, node in placeholders(program.forward)]
+    permanent = list(boxed)
+    log: list[tuple[str, int]] = []
+    with torch.no_grad(), AllocationTracker() as tracker:
+        results = RankAlone(program.forward.module, "forward", tracker, log).boxed_run(boxed)
         outputs = list(zip(program.forward.outputs, results, strict=True))
         held = [value for spec, value in outputs if spec.kind is OutputKind.OUTPUT]
         saved = {spec.path: value for spec, value in outputs if spec.kind is OutputKind.SAVED}
@@ -101,9 +76,9 @@ def measure(program: LocalProgram) -> list[tuple[str, int]]:
         given = {InputKind.SAVED: saved, InputKind.TANGENT: tangents}
         boxed = [given[s.kind][s.path] if s.kind in given else example(n) for s, n in placeholders(program.backward)]
         saved.clear()
-        gradients = RankAlone(program.backward.module, "backward", meter).boxed_run(boxed)
+        gradients = RankAlone(program.backward.module, "backward", tracker, log).boxed_run(boxed)
     del permanent, held, gradients  # they were alive until here, as in a caller
-    return meter.log
+    return log
 
 
 class Block(nn.Module):
