@@ -128,22 +128,42 @@ def axis_link(cluster: Cluster, mesh: Mesh, axis: str) -> Link:
     """
     if mesh.num_ranks != cluster.num_ranks:
         raise MeshError(f"mesh {mesh} has {mesh.num_ranks} ranks, cluster {cluster} has {cluster.num_ranks}")
-    per_node = [Counter(rank // cluster.ranks_per_node for rank in group) for group in mesh.groups(axis)]
-    num_nodes = max(len(counts) for counts in per_node)
+    num_nodes, together = _spread(cluster.ranks_per_node, mesh, axis)
     if num_nodes == 1:
         return cluster.intra
     intra, inter, size = cluster.intra, cluster.inter, mesh.size(axis)
-    together = min(min(counts.values()) for counts in per_node)
     bandwidth = min(intra.bandwidth_bytes_s, inter.bandwidth_bytes_s * together)
+    start_s = max(intra.start_s, inter.start_s)
+    if intra.nccl is not None:
+        fabric = replace(intra.nccl, ranks_per_node=together, network_bytes_s=inter.bandwidth_bytes_s)
+        return Link(inter.name, bandwidth, 0.0, start_s, nccl=fabric)
     share_leaving = (size - together) / (size - 1)
     all_to_all = inter.slowdown.get("all_to_all", 1.0) * share_leaving * bandwidth / inter.bandwidth_bytes_s
     return Link(
         inter.name,
         bandwidth,
         (num_nodes * inter.latency_s + (size - num_nodes) * intra.latency_s) / size,
-        max(intra.start_s, inter.start_s),
+        start_s,
         {**inter.slowdown, "all_to_all": all_to_all},
     )
+
+
+def _spread(ranks_per_node: int, mesh: Mesh, axis: str) -> tuple[int, int]:
+    """Over how many nodes the groups of one axis reach at most, and how many of their ranks share a node at least.
+
+    Ranks of a group are `stride` apart, and how it lies in the nodes depends on its first rank's place in a node
+    alone, so that a few groups stand for all of them on any number of ranks.
+    """
+    size = mesh.size(axis)
+    stride = math.prod(mesh.sizes[mesh.axis(axis) + 1 :])
+    if stride >= ranks_per_node:
+        return size, 1
+    block = size * stride
+    starts = {(base + inner) % ranks_per_node
+              for base in range(0, min(mesh.num_ranks, math.lcm(block, ranks_per_node)), block)
+              for inner in range(stride)}  # fmt: skip
+    per_node = [Counter((start + i * stride) // ranks_per_node for i in range(size)) for start in starts]
+    return max(map(len, per_node)), min(min(counts.values()) for counts in per_node)
 
 
 _DESCRIPTION = re.compile(

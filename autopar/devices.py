@@ -1,23 +1,35 @@
 """The devices that autopar knows: their rates, memory and usual links.
 
-Rates are *sustained*, not data-sheet ones: large matmuls of bf16 reach 0.73 to 0.87 of a GPU's dense peak in published
-measurements (0.8 is taken here), a streaming kernel 0.83 to 0.89 of its memory bandwidth (0.86).  Bandwidths of links
-are *bus* bandwidths as NCCL's tests define them, so that the ring formulas of `autopar.cost_model.collectives` apply.
+The figures are rows of `cost_model/gpus.csv`, each with its source: data sheets, and what measured matmuls and
+attention kernels sustain of them.  A streaming kernel sustains 0.83 to 0.89 of a data sheet's memory bandwidth (0.86
+is taken here).  Bandwidths of links are *bus* bandwidths as NCCL's tests define them, so that the ring formulas of
+`autopar.cost_model.collectives` apply.
 """
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from autopar.errors import InputError
 
 GIB = 2**30
-_MATMUL_SHARE = 0.8
 _STREAM_SHARE = 0.86
-NETWORK_SHARE = {"nccl": 0.8, "gloo": 0.9}
-"""Goodput over line rate: 200 Gbit/s adapters gave 16 to 23 GB/s under NCCL; TCP on a throttled link 0.9 and more."""
+NETWORK_SHARE = {"nccl": 0.88, "gloo": 0.9}
+"""Goodput over line rate.  NCCL: 0.92 to 0.94 on InfiniBand, 0.80 to 0.83 on Ethernet-like fabrics in published runs of
+nccl-tests; TCP on a throttled link 0.9 and more."""
+
+_LAUNCH_S = 5e-6
+"""Time that the host takes to launch one op of an eager graph; a busy GPU hides it."""
+
+_KERNEL_START_S = 3e-6
+"""Time that a GPU takes to start and to drain one kernel, fitted to small matmuls (`autopar.cost_model.efficiency`)."""
+
+_COLLECTIVE_START_S = 10e-6
+"""What nccl-tests measures for its smallest messages on top of NCCL's own figures, 0 to 30 µs: the middle of it."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +41,13 @@ class Device:
         kind: `cuda` or `cpu`.
         memory_bytes: memory that a process can really have, context included.
         nominal_memory_bytes: what the name says (an "80 GB" card has 79.1 GiB).
-        flops: sustained FLOP/s of matmuls, by `bf16`, `fp16`, `tf32`, `fp32`, `fp64`.
+        flops: FLOP/s that large matmuls sustain, by `bf16`, `fp16`, `tf32`, `fp32`, `fp64`.
         memory_bandwidth_bytes_s: sustained.
-        kernel_launch_s: time that one op costs on top of its work.
+        kernel_launch_s: host time of one op.  A `cuda` device works off a queue, so that the host's time shows only
+            where the queue runs dry; on a `cpu` it adds to each op.
+        kernel_start_s: the device's own time to start and drain one kernel.
+        num_multiprocessors: work is dealt to them in tiles, the last round often unfinished; 0 if tiles do not matter.
+        attention_shares: rate of fused attention, forward and backward, relative to that of matmuls.
     """
 
     name: str
@@ -41,6 +57,35 @@ class Device:
     flops: Mapping[str, float] = field(hash=False)
     memory_bandwidth_bytes_s: float
     kernel_launch_s: float
+    kernel_start_s: float = 0.0
+    num_multiprocessors: int = 0
+    attention_shares: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether ops are queued and run after the host has launched them."""
+        return self.kind == "cuda"
+
+
+@dataclass(frozen=True)
+class NcclFabric:
+    """What NCCL's choice of algorithm and protocol depends on.
+
+    Attributes:
+        architecture: a GPU generation in `cost_model/nccl.csv`.
+        inside: `NVLINK` or `PCI`, the link inside a node.
+        inside_bytes_s: ring bandwidth inside a node.
+        num_channels: rings that NCCL lays over that link.
+        ranks_per_node: how many ranks of a group share a node; 0 if all of them do.
+        network_bytes_s: one rank's share of its node's network.
+    """
+
+    architecture: str
+    inside: str
+    inside_bytes_s: float
+    num_channels: int
+    ranks_per_node: int = 0
+    network_bytes_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +98,8 @@ class Link:
         latency_s: per hop of a ring.
         start_s: once per collective.
         slowdown: bytes over the wire, or time, relative to the ring ideal, by kind of collective; 1.0 where
-            missing.  Half-duplex transports and wasteful algorithms have more, reduction in the switch less.
+            missing.  Half-duplex transports and wasteful algorithms have more.
+        nccl: where NCCL runs the collectives: it replaces `latency_s` and `slowdown` by the library's own figures.
     """
 
     name: str
@@ -61,6 +107,7 @@ class Link:
     latency_s: float
     start_s: float = 0.0
     slowdown: Mapping[str, float] = field(default_factory=dict, hash=False)
+    nccl: NcclFabric | None = None
 
 
 def known_devices() -> tuple[str, ...]:
@@ -90,47 +137,46 @@ def match_gpu(live_name: str, memory_bytes: int, num_multiprocessors: int) -> Ha
             fits.append((abs(hardware.device.memory_bytes - memory_bytes), name))
     if fits:
         return _CATALOG[min(fits)[1]]
-    return _gpu(
-        live_name,
-        usable_gib=memory_bytes / GIB,
-        nominal_gb=memory_bytes / GIB,
-        tb_s=0.006 * num_multiprocessors,
-        tflops={k: v * num_multiprocessors for k, v in _UNLISTED_TFLOPS.items()},
-        ring_gb_s=10,
-        network_gbit=25,
-    )
+    return _hardware(_unlisted_row(live_name, memory_bytes, num_multiprocessors))
 
 
-def _gpu(
-    name: str,
-    usable_gib: float,
-    nominal_gb: float,
-    tb_s: float,
-    tflops: Mapping[str, float],
-    ring_gb_s: float,
-    network_gbit: float,
-    in_switch: float = 1.0,
-) -> Hardware:
-    """Hardware from data-sheet rates (`tb_s`, dense `tflops`) and NCCL's ring bandwidth inside the node.
-
-    `in_switch` is the time of an all-reduce relative to the ring's, below 1 where the switch does the sum.
-    Latencies are those of NCCL's tuner for its LL128 protocol, which serves messages around a megabyte.
-    """
-    flops = {dtype: rate * 1e12 * _MATMUL_SHARE for dtype, rate in tflops.items()}
+def _hardware(row: Mapping[str, str]) -> Hardware:
+    """Hardware from one row of the table; shares in it are relative to the data sheet's dense rates."""
+    share = float(row["matmul_share"])
+    attention = (float(row["attention_forward_share"]) / share, float(row["attention_backward_share"]) / share)
     device = Device(
-        name, "cuda", int(usable_gib * GIB), int(nominal_gb * GIB), flops, tb_s * 1e12 * _STREAM_SHARE, 5e-6
+        row["name"],
+        "cuda",
+        int(float(row["usable_gib"]) * GIB),
+        int(float(row["nominal_gb"]) * GIB),
+        {dtype: float(row[f"{dtype}_tflops"]) * 1e12 * share for dtype in ("bf16", "fp16", "tf32", "fp32", "fp64")},
+        float(row["memory_tb_s"]) * 1e12 * _STREAM_SHARE,
+        _LAUNCH_S,
+        _KERNEL_START_S,
+        int(row["multiprocessors"]),
+        attention,
     )
-    intra = Link("intra-node", ring_gb_s * 1e9, 1.9e-6, 8.4e-6, {"all_reduce": in_switch})
-    inter = Link("inter-node", network_gbit / 8 * 1e9 * NETWORK_SHARE["nccl"], 4.0e-6, 8.4e-6)
-    return Hardware(device, intra, inter, "nccl")
+    ring_bytes_s = float(row["ring_gb_s"]) * 1e9
+    network_bytes_s = float(row["network_gbit"]) / 8 * 1e9 * NETWORK_SHARE["nccl"]
+    fabric = NcclFabric(row["architecture"], row["inside"], ring_bytes_s, int(row["ring_channels"]))
+    intra = Link("intra-node", ring_bytes_s, 0.0, _COLLECTIVE_START_S, nccl=fabric)
+    return Hardware(device, intra, Link("inter-node", network_bytes_s, 0.0, _COLLECTIVE_START_S), "nccl")
 
 
-def _rates(bf16: float, tf32: float, fp32: float, fp64: float) -> dict[str, float]:
-    return {"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32, "fp64": fp64}
+def _unlisted_row(live_name: str, memory_bytes: int, num_multiprocessors: int) -> dict[str, str]:
+    """A cautious row for a GPU that the table lacks: per multiprocessor about the rates of the smallest cards with
+    tensor cores, and the links of a workstation."""
+    gib, rate = memory_bytes / GIB, float(num_multiprocessors)
+    figures = {
+        "usable_gib": gib, "nominal_gb": gib, "memory_tb_s": 0.006 * rate,
+        "bf16_tflops": rate, "fp16_tflops": rate, "tf32_tflops": 0.4 * rate, "fp32_tflops": 0.2 * rate,
+        "fp64_tflops": 0.006 * rate, "multiprocessors": num_multiprocessors,
+        "matmul_share": 0.75, "attention_forward_share": 0.45, "attention_backward_share": 0.3,
+        "ring_gb_s": 10, "ring_channels": 1, "network_gbit": 25,
+    }  # fmt: skip
+    words = {"name": live_name, "architecture": "Ampere", "inside": "PCI"}
+    return {**words, **{column: str(value) for column, value in figures.items()}}
 
-
-_UNLISTED_TFLOPS: dict[str, float] = {"bf16": 1.0, "fp16": 1.0, "tf32": 0.4, "fp32": 0.2, "fp64": 0.006}
-"""Per multiprocessor: about those of the smallest cards with tensor cores."""
 
 _GLOO_SLOWDOWN = {"all_reduce": 1.0, "reduce_scatter": 2.0, "all_gather": 1.45, "all_to_all": 2.07}
 """Measured on throttled links: gloo's reduce-scatter sends an all-reduce's bytes; the other two run half-duplex."""
@@ -147,36 +193,14 @@ _CPU = Hardware(
     "gloo",
 )  # fmt: skip
 
-_A100, _H100 = _rates(312, 156, 19.5, 19.5), _rates(989, 495, 67, 67)
-_B200, _GB200 = _rates(2250, 1125, 75, 37), _rates(2500, 1250, 80, 40)
 
-# Data sheets (dense rates); ring bandwidth = NVLinks × NCCL's figure per link (20, 20.6, 40.1 GB/s), which published
-# nccl-tests runs confirm: 231 to 254 GB/s on A100, 350 to 370 on H100 and 480 there, 846 on B200, summed in the switch.
-# PCIe boxes, V100 and MI300X: estimates.  Usable memory is what drivers report, rounded down.  Network: one adapter
-# a GPU (200 Gbit/s with A100, 400 later), 200 Gbit/s a node of PCIe cards.  The columns:
-# name, usable GiB, nominal GB, memory TB/s, matmul TFLOP/s, ring GB/s, network Gbit/s a GPU, all-reduce in the switch
-_CATALOG: dict[str, Hardware] = {
-    hardware.device.name: hardware
-    for hardware in (
-        _gpu("V100-16GB", 15.7, 16, 0.9, {**_rates(15.7, 15.7, 15.7, 7.8), "fp16": 125}, 100, 50),
-        _gpu("V100-32GB", 31.7, 32, 0.9, {**_rates(15.7, 15.7, 15.7, 7.8), "fp16": 125}, 100, 50),
-        _gpu("A100-40GB", 39.4, 40, 1.555, _A100, 240, 200),
-        _gpu("A100-80GB", 79.1, 80, 2.039, _A100, 240, 200),
-        _gpu("A100-PCIe-80GB", 79.1, 80, 1.935, _A100, 20, 25),
-        _gpu("H100-80GB", 79.1, 80, 3.35, _H100, 370, 400, 0.77),
-        _gpu("H100-PCIe-80GB", 79.1, 80, 2.0, _rates(756, 378, 51, 51), 40, 25),
-        _gpu("H200-141GB", 139.0, 141, 4.8, _H100, 370, 400, 0.77),
-        _gpu("GH200-96GB", 94.5, 96, 4.0, _H100, 370, 400, 0.77),
-        _gpu("B200-180GB", 178.0, 180, 8.0, _B200, 722, 400, 0.85),
-        _gpu("GB200-186GB", 184.0, 186, 8.0, _GB200, 722, 400, 0.85),
-        _gpu("B300-288GB", 268.0, 288, 8.0, _rates(2250, 1125, 75, 1.2), 722, 800, 0.85),
-        _gpu("GB300-288GB", 268.0, 288, 8.0, _rates(2500, 1250, 80, 1.3), 722, 800, 0.85),
-        _gpu("L40S-48GB", 44.4, 48, 0.86, _rates(362, 183, 91.6, 1.4), 20, 25),
-        _gpu("RTX4090-24GB", 23.5, 24, 1.008, _rates(165, 82.6, 82.6, 1.3), 10, 25),
-        _gpu("MI300X-192GB", 191.5, 192, 5.3, _rates(1300, 653, 163, 163), 300, 400),
-        _CPU,
-    )
-}
+def _catalog() -> dict[str, Hardware]:
+    with (Path(__file__).parent / "cost_model" / "gpus.csv").open(newline="") as file:
+        gpus = {row["name"]: _hardware(row) for row in csv.DictReader(file)}
+    return {**gpus, _CPU.device.name: _CPU}
+
+
+_CATALOG = _catalog()
 _ALIASES = {"v100": "V100-16GB", "a100": "A100-80GB", "h100": "H100-80GB"}
 
 

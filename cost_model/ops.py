@@ -1,4 +1,4 @@
-"""What one ATen node costs: FLOPs, bytes moved, and the roofline time of the two.
+"""What one ATen node costs: FLOPs, bytes moved, and the time of the two.
 
 Shapes are those of `node.meta["val"]`, so the same functions price a global graph and a local one.
 """
@@ -14,6 +14,7 @@ from torch import fx
 
 from autopar._compat import OpOverload
 from autopar.cluster import Device
+from autopar.cost_model.efficiency import attention_blocks, attention_time, matmul_time
 from autopar.cost_model.layout import Layouts, is_view
 from autopar.local_ops import drop_padding, pad_dim, take_chunk
 from autopar.program import COLLECTIVE_KINDS
@@ -89,20 +90,48 @@ def node_bytes(node: fx.Node, layouts: Layouts | None = None) -> int:
     return written + sum(map(_read_bytes, inputs))
 
 
-def op_time(node: fx.Node, device: Device, allow_tf32: bool = False, layouts: Layouts | None = None) -> float:
-    """Roofline seconds of one node: the longer of computing and moving memory, and the launch."""
+def op_time(
+    node: fx.Node,
+    device: Device,
+    allow_tf32: bool = False,
+    layouts: Layouts | None = None,
+    moved_bytes: int | None = None,
+) -> float:
+    """Seconds that the device works on one node: the longer of computing and moving memory, and the kernel's start.
+
+    On a device without a queue, the host's time to launch it too.  `moved_bytes` replaces what the node moves alone,
+    where it is part of a fused kernel (see `autopar.cost_model.fusion`).
+    """
     if is_free(node, layouts):
         return 0.0
-    compute_s = node_flops(node) / peak_flops(node, device, allow_tf32)
-    return max(compute_s, node_bytes(node, layouts) / device.memory_bandwidth_bytes_s) + device.kernel_launch_s
+    moved = node_bytes(node, layouts) if moved_bytes is None else moved_bytes
+    launch_s = 0.0 if device.is_queued else device.kernel_launch_s
+    busy_s = max(compute_time(node, device, allow_tf32), moved / device.memory_bandwidth_bytes_s)
+    return busy_s + device.kernel_start_s + launch_s
 
 
-def peak_flops(node: fx.Node, device: Device, allow_tf32: bool = False) -> float:
-    """The device's rate for the dtype that a node computes in; float32 matmuls use TF32 only where that is allowed."""
+def compute_time(node: fx.Node, device: Device, allow_tf32: bool = False) -> float:
+    """Seconds of a node's arithmetic, by its shape and dtype; 0 for nodes that `node_flops` does not count."""
+    name = op_name(node) if node.op == "call_function" else ""
+    if name not in _FLOPS:
+        return 0.0
+    rate = matmul_rate(node, allow_tf32)
+    if name in _CONTRACTIONS:
+        return matmul_time(*_contraction_shape(node, _CONTRACTIONS[name]), rate, device)
+    if name in _ATTENTION_BACKWARD or name in _ATTENTION_FORWARD:
+        is_backward = name in _ATTENTION_BACKWARD
+        query = _value(node, int(is_backward))
+        blocks = attention_blocks(math.prod(query.shape[:-3]), int(query.shape[-3]), int(query.shape[-2]))
+        return attention_time(node_flops(node), blocks, _is_causal(node), is_backward, rate, device)
+    return node_flops(node) / device.flops[rate]
+
+
+def matmul_rate(node: fx.Node, allow_tf32: bool = False) -> str:
+    """Which of `Device.flops` a node computes at; float32 matmuls use TF32 only where that is allowed."""
     values = (n.meta.get("val") for n in node.all_input_nodes)
     dtypes = (v.dtype for v in values if isinstance(v, torch.Tensor) and v.dtype in _RATES)
     rate = _RATES[next(dtypes, torch.float32)]
-    return device.flops["tf32" if rate == "fp32" and allow_tf32 else rate]
+    return "tf32" if rate == "fp32" and allow_tf32 else rate
 
 
 def count_flops(graph: fx.Graph) -> int:
@@ -178,6 +207,15 @@ def _contraction(left: int) -> Callable[[fx.Node], int]:
     return formula
 
 
+def _contraction_shape(node: fx.Node, left: int) -> tuple[int, int, int, int, int]:
+    """Batch, m, n, k and bytes an element of a product; a weight without batch dims meets all rows at once."""
+    operand, other = _value(node, left), _value(node, left + 1)
+    k, total = int(operand.shape[-1]), int(node.meta["val"].numel())
+    batch = math.prod(operand.shape[:-2]) if operand.dim() > 2 and other.dim() > 2 else 1
+    m = max(1, int(operand.numel()) // max(1, k * batch))
+    return batch, m, total // max(1, batch * m), k, operand.element_size()
+
+
 def _convolution_flops(inputs: torch.Tensor, weight: torch.Tensor, outputs: torch.Tensor, transposed: bool) -> int:
     """Each position of the output (of the input, when transposed) meets one filter of `weight[0]`'s size."""
     positions = inputs if transposed else outputs
@@ -209,6 +247,16 @@ def _attention_backward(node: fx.Node) -> int:
     return 2 * int(scores) * int(3 * query.shape[-1] + 2 * value.shape[-1])
 
 
+def _is_causal(node: fx.Node) -> bool:
+    """What the call says for the schema's argument `is_causal`."""
+    assert isinstance(node.target, OpOverload)
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "is_causal":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            return bool(argument.default_value if given is None else given)
+    return False
+
+
 _FUSED_ATTENTION = tuple(
     f"aten::_scaled_dot_product_{variant}"
     for variant in (
@@ -218,14 +266,20 @@ _FUSED_ATTENTION = tuple(
 )  # fmt: skip
 _ATTENTION_BACKWARD = frozenset(f"{name}_backward" for name in _FUSED_ATTENTION)
 
-_FLOPS: dict[str, Callable[[fx.Node], int]] = {
+_ATTENTION_FORWARD = frozenset((*_FUSED_ATTENTION, "aten::scaled_dot_product_attention"))
+
+_CONTRACTIONS = {
     **dict.fromkeys(
-        ("aten::mm", "aten::bmm", "aten::matmul", "aten::linear", "aten::mv", "aten::dot", "aten::_scaled_mm"),
-        _contraction(0),
+        ("aten::mm", "aten::bmm", "aten::matmul", "aten::linear", "aten::mv", "aten::dot", "aten::_scaled_mm"), 0
     ),
-    **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addmv", "aten::_addmm_activation"), _contraction(1)),
+    **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addmv", "aten::_addmm_activation"), 1),
+}
+"""Products, and which argument is the operand that has the summed dim last."""
+
+_FLOPS: dict[str, Callable[[fx.Node], int]] = {
+    **{name: _contraction(left) for name, left in _CONTRACTIONS.items()},
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
-    **dict.fromkeys((*_FUSED_ATTENTION, "aten::scaled_dot_product_attention"), _attention),
+    **dict.fromkeys(_ATTENTION_FORWARD, _attention),
     **dict.fromkeys(_ATTENTION_BACKWARD, _attention_backward),
 }

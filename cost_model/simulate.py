@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,12 +11,21 @@ from torch import fx
 
 from autopar.cluster import Cluster, Link, axis_link
 from autopar.cost_model.collectives import collective_time
+from autopar.cost_model.fusion import fuse
 from autopar.cost_model.layout import Layouts, layouts_of
-from autopar.cost_model.memory import LiveBytes, at_rest, memory_profile
-from autopar.cost_model.ops import op_time
+from autopar.cost_model.memory import AtRest, LiveBytes, at_rest, memory_profile
+from autopar.cost_model.ops import is_free, op_time
 from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
 from autopar.plan import MemoryParts
 from autopar.program import Collective, LocalProgram, collectives_of
+
+CONTENTION = {"nccl": 0.19, "gloo": 0.0}
+"""By how much computing and a collective slow each other down while both run, by backend.
+
+NCCL's kernels take multiprocessors and memory bandwidth: 18.9% on average over training runs on several GPUs, up to 40%
+(arXiv:2507.03114, "Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning").  Gloo's
+threads mostly wait for a network much slower than memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,8 +34,8 @@ class Simulation:
 
     Attributes:
         step_time_s: forward, backward and optimizer step; always `compute_s + exposed_s`.
-        compute_s: time that the ops and the optimizer take.
-        collective_s: time that the collectives take, hidden or not.
+        compute_s: time that the ops and the optimizer take, waiting for the host's launches included.
+        collective_s: time that the collectives take alone, hidden or not.
         exposed_s: time that computing stands still for collectives.
         memory: bytes at the peak, by kind.
         peak_at: pass and node of the peak, such as `backward:mm_3`.
@@ -47,7 +56,11 @@ class Simulation:
 
 
 def simulate(
-    program: LocalProgram, cluster: Cluster, optimizer: OptimizerLike = "adamw", allow_tf32: bool = False
+    program: LocalProgram,
+    cluster: Cluster,
+    optimizer: OptimizerLike = "adamw",
+    allow_tf32: bool = False,
+    fused: bool = False,
 ) -> Simulation:
     """Predict time and memory of one step of a rewritten program.
 
@@ -56,6 +69,7 @@ def simulate(
         cluster: what it runs on.
         optimizer: a name in `autopar.cost_model.optimizers.OPTIMIZERS`, an optimizer or its class.
         allow_tf32: whether float32 matmuls may use TF32 units.
+        fused: whether the graphs are compiled, so that chains of pointwise ops are one kernel.
 
     Raises:
         MeshError: if mesh and cluster differ in size.
@@ -64,7 +78,7 @@ def simulate(
     optimizer = find_optimizer(optimizer)
     links = {axis: axis_link(cluster, program.mesh, axis) for axis in program.mesh.names}
     layouts = layouts_of(program)
-    clock = _Clock(program, cluster, links, layouts, allow_tf32)
+    clock = _Clock(program, cluster, links, layouts, allow_tf32, fused)
     for graph in (program.forward, program.backward):
         if graph is not None:
             clock.run(graph.module.graph)
@@ -72,7 +86,7 @@ def simulate(
     priced_s = math.fsum(_price(c, program, links) for c in collectives)
     assert math.isclose(clock.collective_s, priced_s, rel_tol=1e-9), "the price is not that of the graph's collectives"
     rest = at_rest(program, optimizer)
-    optimizer_s = (2 * rest.trained + rest.optimizer) / cluster.device.memory_bandwidth_bytes_s
+    optimizer_s = optimizer_bytes(rest) / cluster.device.memory_bandwidth_bytes_s
     profile = memory_profile(program, cluster, optimizer, layouts)
     collective_bytes: Counter[str] = Counter()
     for c in collectives:
@@ -96,12 +110,26 @@ def _price(collective: Collective, program: LocalProgram, links: Mapping[str, Li
     return collective_time(collective.kind, size, collective.num_bytes, links[collective.axis])
 
 
+def optimizer_bytes(rest: AtRest) -> int:
+    """Memory traffic of one fused optimizer step: gradients are read, parameters and state read and written."""
+    return 3 * rest.trained + 2 * rest.optimizer
+
+
+@dataclass
+class _Running:
+    """A collective on its link; `work_s` is what is left of it, in seconds alone."""
+
+    node: fx.Node
+    work_s: float
+
+
 @dataclass
 class _Clock:
-    """One compute stream and one stream per physical link.
+    """A host that launches, one compute stream, and one stream per physical link.
 
-    Ops run in program order on the compute stream.  A collective starts when its input is ready and its link is
-    free (two mesh axes on one link share it, so their collectives queue), and blocks nothing but its `wait_tensor`.
+    Ops run in program order on the compute stream, each no sooner than the host has launched it.  A collective starts
+    when its input is ready and its link is free (two mesh axes on one link share it, so their collectives queue), and
+    blocks nothing but its `wait_tensor`.  While a collective runs beside an op, both are slower by `CONTENTION`.
     """
 
     program: LocalProgram
@@ -109,10 +137,12 @@ class _Clock:
     links: Mapping[str, Link]
     layouts: Layouts
     allow_tf32: bool
+    fused: bool
     compute_s: float = 0.0
     collective_s: float = 0.0
     exposed_s: float = 0.0
-    link_free_s: dict[str, float] = field(default_factory=dict)
+    host_s: float = 0.0
+    queues: dict[str, deque[_Running]] = field(default_factory=dict)
 
     @property
     def now_s(self) -> float:
@@ -122,26 +152,65 @@ class _Clock:
     def run(self, graph: fx.Graph) -> None:
         """Advance by one graph; collectives that nobody waits for end with it."""
         by_name = {c.node: c for c in collectives_of(graph)}
-        done_s: dict[fx.Node, float] = {}
+        kernels = fuse(graph, self.layouts) if self.fused else {}
+        running: dict[fx.Node, str] = {}
         for node in graph.nodes:
             for used in node.all_input_nodes:
-                if used in done_s:
-                    self._wait_until(done_s.pop(used))
+                if used in running:
+                    self._wait(used, running.pop(used))
             if node.name in by_name:
-                done_s[node] = self._start(by_name[node.name])
-            else:
-                self.compute_s += op_time(node, self.cluster.device, self.allow_tf32, self.layouts)
-        for end_s in done_s.values():
-            self._wait_until(end_s)
+                running[node] = self._start(node, by_name[node.name])
+            elif not is_free(node, self.layouts):
+                part = kernels.get(node)
+                self._compute(node, None if part is None else part.moved_bytes, part is None or part.is_kernel)
+        for node, link in running.items():
+            self._wait(node, link)
 
-    def _start(self, collective: Collective) -> float:
-        """Queue a collective on its link and return when it ends."""
-        duration_s = _price(collective, self.program, self.links)
+    def _compute(self, node: fx.Node, moved_bytes: int | None, is_kernel: bool) -> None:
+        device = self.cluster.device
+        work_s = op_time(node, device, self.allow_tf32, self.layouts, moved_bytes)
+        if not is_kernel:
+            work_s -= device.kernel_start_s + (0.0 if device.is_queued else device.kernel_launch_s)
+        elif device.is_queued:
+            self.host_s += device.kernel_launch_s
+            self._idle(self.host_s - self.now_s)
+        slowdown = 1 + CONTENTION[self.cluster.backend]
+        while work_s > 0 and (heads := [queue[0] for queue in self.queues.values() if queue]):
+            both_s = min(work_s, *(head.work_s for head in heads))
+            self.compute_s += both_s * slowdown
+            work_s -= both_s
+            self._advance(both_s)
+        self.compute_s += work_s
+
+    def _idle(self, wait_s: float) -> None:
+        """Let the collectives run on while the compute stream waits for the host."""
+        if wait_s > 0:
+            self.compute_s += wait_s
+            self._advance(wait_s)
+
+    def _start(self, node: fx.Node, collective: Collective) -> str:
+        """Queue a collective on its link, and say which that is."""
+        work_s = _price(collective, self.program, self.links)
         link = self.links[collective.axis].name
-        end_s = max(self.now_s, self.link_free_s.get(link, 0.0)) + duration_s
-        self.link_free_s[link] = end_s
-        self.collective_s += duration_s
-        return end_s
+        self.queues.setdefault(link, deque()).append(_Running(node, work_s))
+        self.collective_s += work_s
+        return link
 
-    def _wait_until(self, end_s: float) -> None:
-        self.exposed_s += max(0.0, end_s - self.now_s)
+    def _wait(self, node: fx.Node, link: str) -> None:
+        """Stand still until a collective is done; nothing computes meanwhile."""
+        left_s = 0.0
+        for running in self.queues[link]:
+            left_s += running.work_s
+            if running.node is node:
+                self.exposed_s += left_s
+                self._advance(left_s)
+                return
+
+    def _advance(self, work_s: float) -> None:
+        """Take work off every link's queue."""
+        for queue in self.queues.values():
+            left_s = work_s
+            while queue and queue[0].work_s <= left_s:
+                left_s -= queue.popleft().work_s
+            if queue:
+                queue[0].work_s -= left_s

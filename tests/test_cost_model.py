@@ -256,7 +256,8 @@ def test_float32_uses_tf32_only_where_allowed() -> None:
     device = Cluster.parse("8 A100").device
     node = single(aten.mm.default, (4096, 4096), (4096, 4096), dtype=torch.float32)
     plain, tensor_cores = op_time(node, device), op_time(node, device, allow_tf32=True)
-    assert (plain - device.kernel_launch_s) / (tensor_cores - device.kernel_launch_s) == pytest.approx(8, rel=1e-9)
+    # A queued device hides the host's launch; its own start is part of the op.
+    assert (plain - device.kernel_start_s) / (tensor_cores - device.kernel_start_s) == pytest.approx(8, rel=1e-9)
 
 
 # Liveness
@@ -513,7 +514,8 @@ def test_optimizer_step_is_bound_by_memory() -> None:
     simulation = simulate(training_step(), toy_cluster(1))
     ops = [n for g in (training_step().forward, training_step().backward) if g for n in g.module.graph.nodes]
     work = sum(op_time(node, toy_cluster(1).device) for node in ops)
-    assert simulation.compute_s == pytest.approx(work + (120 + 120 + 244) / 1e9, rel=1e-12)
+    # Reads gradient, parameter and both moments (and AdamW's count of steps); writes all but the gradient.
+    assert simulation.compute_s == pytest.approx(work + (3 * 120 + 2 * 244) / 1e9, rel=1e-12)
     assert simulation.exposed_s == 0
 
 
