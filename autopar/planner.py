@@ -1,4 +1,4 @@
-"""Planning: a traced graph and a mesh in, a plan out."""
+"""Planning by name: a traced graph, a strategy and a mesh in, a plan out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from autopar.cost_model.collectives import wire_bytes
 from autopar.factors import analyse
 from autopar.graph import JointGraph
+from autopar.mesh import Mesh
 from autopar.passes.pipeline import collectives_under, parameter_uses
 from autopar.plan import Plan
 from autopar.strategies import canonical_name, named_plan, strategy_mesh
@@ -21,9 +22,16 @@ def plan_named(strategy: str, joint: JointGraph, sizes: Sequence[int], ranks_per
         MeshError: if the strategy cannot use this mesh.
     """
     name = canonical_name(strategy)
-    mesh = strategy_mesh(name, sizes, ranks_per_node)
-    return named_plan(
-        name, joint, analyse(joint), mesh, lambda p: parameter_uses(joint, p), lambda p: moved_bytes(joint, p)
+    return named_on(name, joint, strategy_mesh(name, sizes, ranks_per_node))
+
+
+def named_on(name: str, joint: JointGraph, mesh: Mesh) -> Plan:
+    """The plan of a named strategy on a mesh with the axes that it needs; worked out once for each graph."""
+    return joint.keep(
+        ("named", name, mesh),
+        lambda: named_plan(
+            name, joint, analyse(joint), mesh, lambda p: parameter_uses(joint, p), lambda p: moved_bytes(joint, p)
+        ),
     )
 
 

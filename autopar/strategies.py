@@ -98,7 +98,7 @@ def named_plan(
         compute: tells how each parameter is used under a plan (see `Compute`).
         price: compares the alternatives of tensor parallelism.
     """
-    batch = _batch_refs(joint)
+    batch = batch_refs(joint)
     params = joint.param_nodes()
     if strategy == "replicate":
         return Plan(strategy, mesh, ((),), _stored(params, replicated(mesh)))
@@ -112,7 +112,7 @@ def named_plan(
         }
         return Plan(strategy, mesh, (batch,) * mesh.num_axes, storage, delay_reduction=strategy == "zero1")
     factors = [batch] if strategy == "fsdp+tp" else []
-    sequence = _sequence_refs(joint, analysis) if strategy == "tp+sp" else ()
+    sequence = sequence_refs(joint, analysis) if strategy == "tp+sp" else ()
     best: tuple[float, Plan] | None = None
     for refs in tensor_parallel_factors(joint, analysis, mesh.sizes[-1]):
         draft = Plan(strategy, mesh, (*factors, (*refs, *sequence)), _stored(params, replicated(mesh)))
@@ -159,14 +159,14 @@ def cut_at_rest(node: fx.Node, sharding: Sharding, axis: int, mesh: Mesh) -> Sha
 # ------------------------------------------------------------------------------------------------ batch and sequence
 
 
-def _batch_refs(joint: JointGraph) -> tuple[FactorRef, ...]:
+def batch_refs(joint: JointGraph) -> tuple[FactorRef, ...]:
     """The batch, named by the first input that has it (the analysis knows that all share it)."""
     return tuple(
         FactorRef(f"input:{path}", dim, 0, "batch") for path, dim in itertools.islice(joint.batch_dims.items(), 1)
     )
 
 
-def _sequence_refs(joint: JointGraph, analysis: FactorAnalysis) -> tuple[FactorRef, ...]:
+def sequence_refs(joint: JointGraph, analysis: FactorAnalysis) -> tuple[FactorRef, ...]:
     """The sequence: a dim of a batched input beside the batch that no parameter shares."""
     in_params = {
         f

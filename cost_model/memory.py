@@ -84,12 +84,17 @@ class MemoryProfile:
         peak_at: pass and node of the peak, such as `backward:mm_3`.
         timeline: total bytes, reserve included, while each node runs, in program order.
         live_at_peak: what makes up `peak`, by module and kind, the largest first.
+        live_after_forward: the same at the end of the forward pass, when everything that is kept for the backward
+            pass is there.
+        live_at_end: the same at the end of the step, when all gradients are there.
     """
 
     peak: MemoryParts
     peak_at: str
     timeline: tuple[tuple[str, int], ...]
     live_at_peak: tuple[LiveBytes, ...]
+    live_after_forward: tuple[LiveBytes, ...]
+    live_at_end: tuple[LiveBytes, ...]
 
 
 def at_rest(program: LocalProgram, optimizer: OptimizerLike = "adamw") -> AtRest:
@@ -130,16 +135,21 @@ def memory_profile(
     ]
     totals = [part.total for part in parts]
     peak = totals.index(max(totals))
-    live = [
-        *(LiveBytes(module, kind, size) for (module, kind), size in liveness.live_at(peak).items()),
-        LiveBytes("", "reserve", parts[peak].reserve),
-    ]
+    end = max((i for i, step in enumerate(liveness.steps) if step.startswith("forward:")), default=0)
     return MemoryProfile(
         parts[peak],
         liveness.steps[peak],
         tuple(zip(liveness.steps, totals, strict=True)),
-        tuple(sorted((one for one in live if one.num_bytes), key=lambda one: (-one.num_bytes, one.module, one.kind))),
+        _by_module(liveness, peak, parts[peak].reserve),
+        _by_module(liveness, end, parts[end].reserve),
+        _by_module(liveness, len(parts) - 1, parts[-1].reserve),
     )
+
+
+def _by_module(liveness: Liveness, step: int, reserve: int) -> tuple[LiveBytes, ...]:
+    live = [LiveBytes(module, kind, size) for (module, kind), size in liveness.live_at(step).items()]
+    live.append(LiveBytes("", "reserve", reserve))
+    return tuple(sorted((one for one in live if one.num_bytes), key=lambda one: (-one.num_bytes, one.module, one.kind)))
 
 
 def _add_optimizer(liveness: Liveness, trained: Mapping[str, torch.Tensor], memory: OptimizerMemory) -> None:

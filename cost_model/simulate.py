@@ -42,6 +42,9 @@ class Simulation:
         collective_bytes: bytes by `kind@axis`, each the whole tensor as in `Collective.num_bytes`.
         timeline: total bytes while each node runs.
         live_at_peak: what makes up `memory`, by module and kind, the largest first.
+        live_after_forward: the same at the end of the forward pass.
+        live_at_end: the same at the end of the step.
+        by_module: for each module, seconds of `compute_s` (without the optimizer's step) and of `exposed_s`.
     """
 
     step_time_s: float
@@ -53,6 +56,9 @@ class Simulation:
     collective_bytes: Mapping[str, int]
     timeline: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     live_at_peak: tuple[LiveBytes, ...] = field(default=(), repr=False)
+    live_after_forward: tuple[LiveBytes, ...] = field(default=(), repr=False)
+    live_at_end: tuple[LiveBytes, ...] = field(default=(), repr=False)
+    by_module: Mapping[str, tuple[float, float]] = field(default_factory=dict, repr=False)
 
 
 def simulate(
@@ -102,6 +108,9 @@ def simulate(
         collective_bytes=dict(sorted(collective_bytes.items())),
         timeline=profile.timeline,
         live_at_peak=profile.live_at_peak,
+        live_after_forward=profile.live_after_forward,
+        live_at_end=profile.live_at_end,
+        by_module=clock.by_module,
     )
 
 
@@ -143,6 +152,7 @@ class _Clock:
     exposed_s: float = 0.0
     host_s: float = 0.0
     queues: dict[str, deque[_Running]] = field(default_factory=dict)
+    by_module: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def now_s(self) -> float:
@@ -155,6 +165,7 @@ class _Clock:
         kernels = fuse(graph, self.layouts) if self.fused else {}
         running: dict[fx.Node, str] = {}
         for node in graph.nodes:
+            compute_s, exposed_s = self.compute_s, self.exposed_s
             for used in node.all_input_nodes:
                 if used in running:
                     self._wait(used, running.pop(used))
@@ -163,6 +174,11 @@ class _Clock:
             elif not is_free(node, self.layouts):
                 part = kernels.get(node)
                 self._compute(node, None if part is None else part.moved_bytes, part is None or part.is_kernel)
+            module = node.meta.get("module", "")
+            if (compute_s, exposed_s) != (self.compute_s, self.exposed_s):
+                before = self.by_module.get(module, (0.0, 0.0))
+                spent = (self.compute_s - compute_s, self.exposed_s - exposed_s)
+                self.by_module[module] = (before[0] + spent[0], before[1] + spent[1])
         for node, link in running.items():
             self._wait(node, link)
 

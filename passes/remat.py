@@ -18,8 +18,10 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import networkx as nx
+import numpy as np
 import torch
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
@@ -136,29 +138,52 @@ def _minimum_cut(
     """The cheapest set of values that parts `wanted` from the region's inputs and the values that may not be computed
     again; of several, the one nearest to what is wanted, which leaves the least to repeat.
 
-    Each value is an edge whose capacity is its size.  The flow runs backwards, from wanted values to inputs, since the
-    cut that networkx returns is the one nearest to the source.
+    Each value is an edge, from its outer to its inner end, whose capacity is its size.  The flow runs backwards, from
+    wanted values to inputs, since the cut that is found is the one nearest to the source.
     """
-    network = nx.DiGraph()
-    source, sink = "wanted", "inputs"
-    network.add_nodes_from((source, sink))
-    for node in wanted:
-        network.add_edge(source, (node, "out"))
+    edges: dict[tuple[object, object], float] = {(_SOURCE, (node, 0)): math.inf for node in wanted}
     for node in inside:
         # An op's several results are picked apart by getitem, and it is those that are kept.
-        capacity = _local_bytes(node, mesh) if isinstance(node.meta["val"], torch.Tensor) else math.inf
-        network.add_edge((node, "out"), (node, "in"), capacity=capacity)
-        for read in () if node in kept else node.all_input_nodes:
-            if read in given:
-                continue
-            network.add_edge((node, "in"), (read, "out"))
-            if read not in inside:
-                network.add_edge((read, "out"), (read, "in"), capacity=_local_bytes(read, mesh))
-                network.add_edge((read, "in"), sink)
+        several = not isinstance(node.meta["val"], torch.Tensor)
+        edges[(node, 0), (node, 1)] = math.inf if several else _local_bytes(node, mesh)
         if node in kept:
-            network.add_edge((node, "in"), sink)
-    _, (near, _) = nx.minimum_cut(network, source, sink)
-    return {node for node, side in near - {source} if side == "out" and (node, "in") not in near}
+            edges[(node, 1), _SINK] = math.inf
+            continue
+        for read in node.all_input_nodes:
+            if read not in given:
+                edges[(node, 1), (read, 0)] = math.inf
+                if read not in inside:
+                    edges[(read, 0), (read, 1)] = _local_bytes(read, mesh)
+                    edges[(read, 1), _SINK] = math.inf
+    near = _reached(edges)
+    return {ends[0] for ends in near if isinstance(ends, tuple) and ends[1] == 0 and (ends[0], 1) not in near}
+
+
+_SOURCE, _SINK = "wanted values", "inputs"
+
+
+def _reached(edges: dict[tuple[object, object], float]) -> set[object]:
+    """What a maximum flow leaves within reach of the source.
+
+    SciPy's flows are 32-bit numbers, so sizes are scaled: the cut is the smallest up to 1e-9 of all bytes.
+    """
+    number: dict[object, int] = {_SOURCE: 0, _SINK: 1}
+    for ends in edges:
+        for end in ends:
+            number.setdefault(end, len(number))
+    unit = max(1.0, sum(size for size in edges.values() if size < math.inf) / 2**29)
+    sizes = [_UNLIMITED if size == math.inf else round(size / unit) for size in edges.values()]
+    starts, ends_at = zip(*((number[a], number[b]) for a, b in edges), strict=True) if edges else ((), ())
+    shape = (len(number), len(number))
+    capacity = csr_array((np.array(sizes, dtype=np.int32), (starts, ends_at)), shape=shape)
+    left = capacity - maximum_flow(capacity, 0, 1).flow
+    left.data[left.data < 0] = 0
+    left.eliminate_zeros()
+    reached = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
+    return {end for end, i in number.items() if i in reached}
+
+
+_UNLIMITED = 2**30
 
 
 def _local_bytes(node: fx.Node, mesh: Mesh) -> float:

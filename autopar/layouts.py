@@ -1,0 +1,116 @@
+"""Layouts: what is cut to compute, before anything is said about how parameters rest or what is recomputed.
+
+A layout is a mesh over the cluster's ranks and for each axis the factors cut along it.  The named strategies' layouts
+are among them; beyond those, a layout may cut along one axis the tensor-parallel factors where there are any and the
+batch elsewhere, also for some kinds of layers only, such as the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.factors import analyse
+from autopar.graph import JointGraph
+from autopar.mesh import Mesh
+from autopar.passes.pipeline import parameter_uses
+from autopar.placement import Replicate, Sharding, is_sharded, replicated
+from autopar.plan import FactorRef, Plan, Storage
+from autopar.planner import named_on
+from autopar.strategies import batch_refs, cut_at_rest, sequence_refs
+
+Factors = tuple[FactorRef, ...]
+
+MODES = ("whole", "kept", "regathered")
+"""How a region's parameters rest along the axes that cut the batch: whole; cut, the gathered copy kept for the backward
+pass; cut, and gathered again there."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, and for each axis the factors cut along it, the most wanted first."""
+
+    name: str
+    mesh: Mesh
+    factors: tuple[Factors, ...]
+
+    def plan(self, storage: Mapping[str, Storage], recompute: Mapping[str, str]) -> Plan:
+        """The plan that also says how parameters rest and what is recomputed."""
+        return Plan("auto", self.mesh, self.factors, storage, recompute)
+
+    @property
+    def storage_axes(self) -> tuple[int, ...]:
+        """Axes along which a parameter may rest cut though it is used whole: the innermost that cuts the batch, since
+        gathers are fastest there, or, if none does, the last."""
+        cut = [axis for axis, refs in enumerate(self.factors) if any(ref.label == "batch" for ref in refs)]
+        return (cut[-1] if cut else self.mesh.num_axes - 1,)
+
+
+def find_layouts(joint: JointGraph, sizes: Sequence[int], ranks_per_node: int) -> list[Layout]:
+    """The layouts that are worth pricing on a mesh of these sizes; equal ones once."""
+    total, batch = math.prod(sizes), batch_refs(joint)
+    layouts = [Layout("data", Mesh(("dp",), (total,)), (batch,))]
+    meshes = [Mesh(("tp",), (total,))]
+    for pair in two_axes(sizes, ranks_per_node):
+        layouts.append(Layout("data, in groups", Mesh(("dp", "fsdp"), pair), (batch, batch)))
+        meshes.append(Mesh(("dp", "tp"), pair))
+    for mesh in meshes:
+        outer = (batch,) * (mesh.num_axes - 1)
+        layouts += [Layout(name, mesh, (*outer, inner)) for name, inner in _inner(joint, mesh, batch)]
+    return list({(layout.mesh, layout.factors): layout for layout in layouts if any(layout.factors)}.values())
+
+
+def two_axes(sizes: Sequence[int], ranks_per_node: int) -> list[tuple[int, int]]:
+    """The user's mesh as two axes, or the ways to factor a flat one with the inner axis inside a node."""
+    total = math.prod(sizes)
+    if len(sizes) > 1:
+        return [(total // sizes[-1], sizes[-1])] if 1 < sizes[-1] < total else []
+    widest = ranks_per_node if 1 < ranks_per_node < total else total // 2
+    inner = [n for n in range(widest, 1, -1) if total % n == 0]
+    return [(total // n, n) for n in inner[:_MAX_FACTORINGS]]
+
+
+_MAX_FACTORINGS = 4
+
+
+def _inner(joint: JointGraph, mesh: Mesh, batch: Factors) -> Iterator[tuple[str, Factors]]:
+    """What the last axis may cut."""
+    tensor = tuple(
+        ref
+        for ref in named_on("fsdp+tp" if mesh.num_axes > 1 else "tp", joint, mesh).factors[-1]
+        if ref.label != "batch"
+    )
+    if not tensor:
+        return
+    yield "tensor", tensor
+    sequence = sequence_refs(joint, analyse(joint))
+    if sequence:
+        yield "tensor, sequence between", (*tensor, *sequence)
+    yield "tensor, batch between", (*tensor, *batch)
+    groups: dict[str, list[FactorRef]] = {}
+    for ref in tensor:
+        groups.setdefault(f"{re.sub(r'[0-9]+', '*', ref.anchor)}:{ref.dim}", []).append(ref)
+    if len(groups) > 1:
+        for key, refs in groups.items():
+            yield f"tensor in {key.partition(':')[0]}, batch elsewhere", (*refs, *batch)
+
+
+def storages(joint: JointGraph, layout: Layout) -> dict[str, dict[str, Storage]]:
+    """How each parameter may rest: for each mode its storage.  Modes that come to the same are equal."""
+    params = joint.param_nodes()
+    whole = dict.fromkeys(params, Storage(replicated(layout.mesh)))
+    uses = parameter_uses(joint, layout.plan(whole, {}))
+    found = {}
+    for path, node in params.items():
+        used: Sharding = uses.get(path, replicated(layout.mesh))
+        base = tuple(p if is_sharded(p) else Replicate() for p in used)
+        rest = base
+        for axis in layout.storage_axes:
+            if not is_sharded(base[axis]):
+                rest = cut_at_rest(node, rest, axis, layout.mesh)
+        cut = Storage(rest)
+        again = replace(cut, regather=rest != base)
+        found[path] = dict(zip(MODES, (Storage(base), cut, again), strict=True))
+    return found

@@ -1,0 +1,186 @@
+"""The search for the best plan: layouts × how each region's parameters rest × what each region recomputes.
+
+Two levels.  For each layout a few uniform plans are simulated, which gives the time and the memory of every region
+with every option.  From these an exact solve (`autopar.solver`) takes, for a row of memory limits, the fastest choice of
+an option for each region, counting among equal regions; and each choice is then rewritten and simulated in full, so
+that what is compared is the program that would run.
+
+The pool of plans depends on the graph and the cluster alone, never on the budget, so that a larger budget never gets a
+slower plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost_model.simulate import Simulation
+from autopar.graph import JointGraph
+from autopar.layouts import MODES, Layout, find_layouts, storages
+from autopar.plan import RECOMPUTE_LEVELS, Plan
+from autopar.regions import find_regions, region_of
+from autopar.solver import Choice, OptionCost, Problem, peak, smallest, solve
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan and what the simulator says of its program."""
+
+    plan: Plan
+    simulation: Simulation
+
+
+Price = Callable[[Plan], Simulation]
+
+NUM_LIMITS = 10
+"""Memory limits between the smallest and the largest peak of a layout for which the solve is made."""
+
+NUM_LAYOUTS = 4
+"""Layouts whose options are searched: the fastest, and as many of the smallest; the rest are simulated once."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is decided for a region: how its parameters rest, and what it recomputes."""
+
+    mode: str
+    level: str | None
+
+
+OPTIONS = tuple(Option(mode, level) for mode in MODES for level in (None, *RECOMPUTE_LEVELS))
+_BASE = Option("regathered", None)
+
+
+def search(joint: JointGraph, sizes: Sequence[int], ranks_per_node: int, price: Price) -> list[Priced]:
+    """Plans of all layouts from the fastest to the smallest, simulated; in no order."""
+    bases = [_LayoutSearch(joint, layout, price) for layout in find_layouts(joint, sizes, ranks_per_node)]
+    by_time = sorted(bases, key=lambda s: s.simulate(_BASE).step_time_s)
+    by_memory = sorted(bases, key=lambda s: s.simulate(_BASE).memory.total)
+    chosen = dict.fromkeys((*by_time[:NUM_LAYOUTS], *by_memory[: NUM_LAYOUTS // 2]))
+    for one in chosen:
+        one.solve_all()
+    return list(itertools.chain.from_iterable(one.priced.values() for one in bases))
+
+
+@dataclass(eq=False)
+class _LayoutSearch:
+    """The search within one layout."""
+
+    joint: JointGraph
+    layout: Layout
+    price: Price
+    priced: dict[object, Priced] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.regions = find_regions(self.joint)
+        self.storage = storages(self.joint, self.layout)
+        owners = {path: region_of(path.rpartition(".")[0], self.regions) for path in self.storage}
+        self.params: dict[str, list[str]] = {region: [] for region in self.regions}
+        for path, owner in owners.items():
+            self.params[owner or ""].append(path)
+
+    # -- from options to plans and their simulations
+
+    def plan(self, options: Mapping[str, Option]) -> Plan:
+        """The plan that gives each region its option."""
+        storage = {
+            path: self.storage[path][options[region].mode] for region in self.regions for path in self.params[region]
+        }
+        recompute = {region: level for region in self.regions if (level := options[region].level) is not None}
+        return self.layout.plan({path: storage[path] for path in self.storage}, recompute)
+
+    def run(self, options: Mapping[str, Option]) -> Simulation:
+        """Simulate a choice; equal plans once."""
+        plan = self.plan(options)
+        key = (tuple(plan.storage.items()), tuple(sorted(plan.recompute.items())))
+        if key not in self.priced:
+            self.priced[key] = Priced(plan, self.price(plan))
+        return self.priced[key].simulation
+
+    def simulate(self, option: Option) -> Simulation:
+        """The same option everywhere."""
+        return self.run(dict.fromkeys(self.regions, option))
+
+    # -- the solve
+
+    def solve_all(self) -> None:
+        """Simulate the best choices between the smallest memory and the least time."""
+        options = OPTIONS if self.joint.trains else tuple(o for o in OPTIONS if o.level is None and o.mode != "kept")
+        costs = self._costs(options)
+        classes = self._classes(costs)
+        problem = Problem(tuple(map(len, classes)), tuple(tuple(costs[c[0]]) for c in classes))
+        least = smallest(problem)
+        low, high = peak(problem, least), peak(problem, solve(problem, float("inf")) or least)
+        choices = {least: None}
+        for i in range(NUM_LIMITS):
+            choice = solve(problem, low + (high - low) * (i + 1) / NUM_LIMITS)
+            if choice is not None:
+                choices[choice] = None
+        for choice in choices:
+            self.run(self._assign(classes, choice, options, problem))
+
+    def _costs(self, options: Sequence[Option]) -> dict[str, list[OptionCost]]:
+        """Each region's cost with each option.  How parameters rest and what is recomputed are taken to add up."""
+        base = self._shares(_BASE)
+        by_mode = {mode: self._shares(Option(mode, None)) for mode in dict.fromkeys(o.mode for o in options)}
+        by_level = {level: self._shares(Option(_BASE.mode, level)) for level in dict.fromkeys(o.level for o in options)}
+        costs: dict[str, list[OptionCost]] = {}
+        for region in self.regions:
+            start = base[region]
+            costs[region] = []
+            for option in options:
+                mode, level = by_mode[option.mode][region], by_level[option.level][region]
+                costs[region].append(
+                    OptionCost(
+                        time_s=max(0.0, mode.time_s + level.time_s - start.time_s),
+                        rest=mode.rest,
+                        saved=max(0.0, mode.saved + level.saved - start.saved),
+                        grads=mode.grads,
+                        transient=max(0.0, mode.transient + level.transient - start.transient),
+                    )
+                )
+        return costs
+
+    def _shares(self, option: Option) -> dict[str, OptionCost]:
+        """Each region's share of the step when all take one option."""
+        simulation = self.simulate(option)
+        time_s, rest, saved, grads = (dict.fromkeys(self.regions, 0.0) for _ in range(4))
+        for module, (compute_s, exposed_s) in simulation.by_module.items():
+            time_s[self._region(module)] += compute_s + exposed_s
+        for live in simulation.live_after_forward:
+            region = self._region(live.module)
+            if live.kind in ("params", "optimizer"):
+                rest[region] += live.num_bytes
+            elif live.kind == "activations":
+                saved[region] += live.num_bytes
+        for live in simulation.live_at_end:
+            if live.kind == "grads":
+                grads[self._region(live.module)] += live.num_bytes
+        held = sum(rest.values()) + max(sum(saved.values()), sum(grads.values()))
+        transient = max(0.0, simulation.memory.total - held)
+        return {r: OptionCost(time_s[r], rest[r], saved[r], grads[r], transient) for r in self.regions}
+
+    def _region(self, module: str) -> str:
+        return region_of(module, self.regions) or ""
+
+    def _classes(self, costs: Mapping[str, Sequence[OptionCost]]) -> list[list[str]]:
+        """Regions that differ in a number of their path only and cost nearly the same, in the order in which they run."""
+        classes: dict[object, list[str]] = {}
+        for region in self.regions:
+            pattern = re.sub(r"\d+", "*", region)
+            sizes = tuple((cost.rest, cost.saved, cost.grads) for cost in costs[region])
+            classes.setdefault((pattern, sizes), []).append(region)
+        return list(classes.values())
+
+    def _assign(
+        self, classes: Sequence[Sequence[str]], choice: Choice, options: Sequence[Option], problem: Problem
+    ) -> dict[str, Option]:
+        """Who takes which option: of alike regions the first ones keep least, since they keep it longest."""
+        taken: dict[str, Option] = {}
+        for members, counts, costs in zip(classes, choice, problem.costs, strict=True):
+            order = sorted(range(len(options)), key=lambda i: (costs[i].saved, costs[i].rest))
+            chosen = itertools.chain.from_iterable(itertools.repeat(options[i], counts[i]) for i in order)
+            taken.update(zip(members, chosen, strict=True))
+        return taken

@@ -1,0 +1,163 @@
+"""The exact solve: one option for each member of each class, the least time within a memory limit.
+
+Members of a class are alike, so what is decided is how many of them take each option.  Memory has two peaks: when the
+forward pass ends (what rests and what is kept for the backward pass) and when the backward pass ends (what rests and
+the gradients); what comes and goes is there on top of either, as much as the greediest option that is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+
+@dataclass(frozen=True)
+class OptionCost:
+    """What one member costs with one option; seconds and bytes of one rank.
+
+    Attributes:
+        time_s: its share of the step.
+        rest: parameters and optimizer state.
+        saved: kept from the forward to the backward pass.
+        grads: gradients.
+        transient: what the step needs on top while such a member runs.
+    """
+
+    time_s: float
+    rest: float
+    saved: float
+    grads: float
+    transient: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Classes of alike members, each with its options' costs.
+
+    Attributes:
+        counts: number of members of each class.
+        costs: for each class the cost of each option, for one member.
+    """
+
+    counts: tuple[int, ...]
+    costs: tuple[tuple[OptionCost, ...], ...]
+
+
+Choice = tuple[tuple[int, ...], ...]
+"""For each class, how many members take each option."""
+
+
+def peak(problem: Problem, choice: Choice) -> float:
+    """Bytes at the peak of a choice."""
+    taken = [
+        (n, cost)
+        for ns, costs in zip(choice, problem.costs, strict=True)
+        for n, cost in zip(ns, costs, strict=True)
+        if n
+    ]
+    start = sum(n * (cost.rest + cost.saved) for n, cost in taken)
+    end = sum(n * (cost.rest + cost.grads) for n, cost in taken)
+    return max(start, end) + max((cost.transient for _, cost in taken), default=0.0)
+
+
+def step_time(problem: Problem, choice: Choice) -> float:
+    """Seconds of a choice."""
+    pairs = zip(choice, problem.costs, strict=True)
+    return sum(n * cost.time_s for ns, costs in pairs for n, cost in zip(ns, costs, strict=True))
+
+
+def solve(problem: Problem, limit: float) -> Choice | None:
+    """The fastest choice whose peak is at most `limit` bytes; None if there is none.
+
+    Of equally fast ones it takes one that needs little memory.
+    """
+    return _solve(problem, limit, by_time=True)
+
+
+def smallest(problem: Problem) -> Choice:
+    """The choice with the smallest peak."""
+    choice = _solve(problem, None, by_time=False)
+    assert choice is not None, "without a limit every choice is possible"
+    return choice
+
+
+def _solve(problem: Problem, limit: float | None, by_time: bool) -> Choice | None:
+    """A mixed-integer program for HiGHS.  Variables: a count and a flag "used" for each option, and the peak.
+
+    Bytes are scaled by the largest peak that there can be and times by the longest step, since HiGHS works with
+    absolute tolerances.
+    """
+    flat = [(c, cost) for c, costs in enumerate(problem.costs) for cost in costs if not _beaten(cost, costs)]
+    counts = [problem.counts[c] for c, _ in flat]
+    num = len(flat)
+    size = max(
+        1.0,
+        sum(
+            n * max(cost.rest + cost.saved, cost.rest + cost.grads) + cost.transient
+            for n, (_, cost) in zip(counts, flat, strict=True)
+        ),
+    )
+    rows, lower, upper = [], [], []
+
+    def constrain(coefficients: dict[int, float], low: float, high: float) -> None:
+        rows.append(coefficients)
+        lower.append(low)
+        upper.append(high)
+
+    for c in range(len(problem.counts)):
+        constrain({i: 1.0 for i, (owner, _) in enumerate(flat) if owner == c}, problem.counts[c], problem.counts[c])
+    transient, top = 2 * num, 2 * num + 1
+    for i, (_, cost) in enumerate(flat):
+        constrain({i: 1.0, num + i: -float(counts[i])}, -np.inf, 0.0)
+        constrain({transient: 1.0, num + i: -cost.transient / size}, 0.0, np.inf)
+    for kind in ("saved", "grads"):
+        held = {i: (cost.rest + getattr(cost, kind)) / size for i, (_, cost) in enumerate(flat)}
+        constrain({top: 1.0, transient: -1.0, **{i: -v for i, v in held.items()}}, 0.0, np.inf)
+    objective = np.zeros(2 * num + 2)
+    if by_time:
+        longest = sum(n * cost.time_s for n, (_, cost) in zip(counts, flat, strict=True)) or 1.0
+        objective[:num] = [cost.time_s / longest for _, cost in flat]
+    objective[top] = _TIE if by_time else 1.0
+    high = np.concatenate([counts, np.ones(num), [np.inf, np.inf if limit is None else limit / size]])
+    matrix = csr_array(
+        (
+            [v for row in rows for v in row.values()],
+            ([r for r, row in enumerate(rows) for _ in row], [i for row in rows for i in row]),
+        ),
+        shape=(len(rows), 2 * num + 2),
+    )
+    result = milp(
+        objective,
+        constraints=LinearConstraint(matrix, lower, upper),
+        bounds=Bounds(np.zeros(2 * num + 2), high),
+        integrality=np.concatenate([np.ones(2 * num), np.zeros(2)]),
+        options={"mip_rel_gap": 0.0},
+    )
+    if result.x is None:
+        return None
+    taken = iter(round(x) for x in result.x[:num])
+    return tuple(tuple(0 if _beaten(cost, costs) else next(taken) for cost in costs) for costs in problem.costs)
+
+
+def _beaten(cost: OptionCost, others: Sequence[OptionCost]) -> bool:
+    """Whether another option is at least as good in every respect; of equal ones the first stays."""
+    before = True
+    for other in others:
+        if other is cost:
+            before = False
+        elif all(b <= a for a, b in zip(_measures(cost), _measures(other), strict=True)):
+            if before or _measures(other) != _measures(cost):
+                return True
+    return False
+
+
+def _measures(cost: OptionCost) -> tuple[float, ...]:
+    return (cost.time_s, cost.rest + cost.saved, cost.rest + cost.grads, cost.transient)
+
+
+_TIE = 1e-7
+"""Weight of memory beside time, both relative: it decides between choices that are equally fast."""
