@@ -113,7 +113,7 @@ class FactorAnalysis:
     replicated: list[fx.Node] = field(default_factory=list)
     anchors: dict[str, fx.Node] = field(default_factory=dict)
     operands: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    _cuttable: dict[fx.Node, tuple[tuple[str, int, Factor], ...]] = field(default_factory=dict, repr=False)
+    _parts: dict[fx.Node, tuple[tuple[str, int, Factor], ...]] = field(default_factory=dict, repr=False)
 
     def dim_factors(self, node: fx.Node, dim: int, output: int = 0) -> list[Factor]:
         """The uncut factors of one dim, outermost first."""
@@ -124,18 +124,18 @@ class FactorAnalysis:
         """The uncut factors that a name of a call's rule stands for."""
         return leaves([self.bound[node][name]])
 
-    def cuttable(self, node: fx.Node) -> tuple[tuple[str, int, Factor], ...]:
-        """What a call may be cut along: the names in its rule that need not stay whole, with each uncut factor that a
-        name stands for and the product of the sizes of those outside it."""
-        if node not in self._cuttable:
-            rule, found = self.rules[node], []
-            for name in rule.factors:
+    def parts(self, node: fx.Node) -> tuple[tuple[str, int, Factor], ...]:
+        """What a call's dims consist of: each uncut factor, with the name in its rule that stands for it, and the
+        product of the sizes of those outside it under that name."""
+        if node not in self._parts:
+            found = []
+            for name in self.rules[node].factors:
                 split = 1
-                for factor in () if name in rule.whole else self.rule_factors(node, name):
+                for factor in self.rule_factors(node, name):
                     found.append((name, split, factor))
                     split *= factor.size
-            self._cuttable[node] = tuple(found)
-        return self._cuttable[node]
+            self._parts[node] = tuple(found)
+        return self._parts[node]
 
     def find(self, ref: FactorRef) -> Factor | None:
         """The factor class that a plan's reference names; None if the anchor does not occur in this graph.

@@ -121,18 +121,25 @@ class JointGraph:
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, change: Callable[[fx.Node], Any]) -> fx.Node:
-    """As `fx.Graph.node_copy`: `change` gives each node argument's counterpart, in the order of the arguments.
-
-    `fx.Graph.create_node` searches the arguments that it is given for symbolic numbers, which takes most of its time;
-    those of a copy were searched before.
-    """
+    """As `fx.Graph.node_copy`: `change` gives each node argument's counterpart, in the order of the arguments."""
     args, kwargs = fx.map_arg(node.args, change), fx.map_arg(node.kwargs, change)
     new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    return _furnish(new, args, kwargs, node.meta)
+
+
+def add_call(graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: dict[str, Any]) -> fx.Node:
+    """As `fx.Graph.call_function`, with metadata."""
+    return _furnish(graph.create_node("call_function", op), args, kwargs, meta)
+
+
+def _furnish(new: fx.Node, args: Any, kwargs: Any, meta: dict[str, Any]) -> fx.Node:
+    # `Graph.create_node` searches the arguments that it is given for symbolic numbers, which takes most of its time.
+    # A traced graph has none.
     if args:
         new.args = args
     if kwargs:
         new.kwargs = kwargs
-    new.meta.update(node.meta)
+    new.meta.update(meta)
     return new
 
 

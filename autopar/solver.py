@@ -149,9 +149,10 @@ def _beaten(cost: OptionCost, others: Sequence[OptionCost]) -> bool:
     for other in others:
         if other is cost:
             before = False
-        elif all(b <= a for a, b in zip(_measures(cost), _measures(other), strict=True)):
-            if before or _measures(other) != _measures(cost):
-                return True
+        elif (before or _measures(other) != _measures(cost)) and all(
+            theirs <= ours for ours, theirs in zip(_measures(cost), _measures(other), strict=True)
+        ):
+            return True
     return False
 
 

@@ -33,7 +33,7 @@ from autopar.mesh import Mesh
 from autopar.passes.decompose import DECOMPOSITIONS
 from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard
 from autopar.plan import FactorRef, Plan, Storage
-from autopar.rules import is_look, rule_for
+from autopar.rules import is_look
 
 STRATEGIES = ("replicate", "ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "tp+sp", "fsdp+tp")
 """The named strategies, simplest first."""
@@ -113,17 +113,13 @@ def named_plan(
         return Plan(strategy, mesh, (batch,) * mesh.num_axes, storage, delay_reduction=strategy == "zero1")
     factors = [batch] if strategy == "fsdp+tp" else []
     sequence = sequence_refs(joint, analysis) if strategy == "tp+sp" else ()
-    best: tuple[float, Plan] | None = None
+    plans = []
     for refs in tensor_parallel_factors(joint, analysis, mesh.sizes[-1]):
         draft = Plan(strategy, mesh, (*factors, (*refs, *sequence)), _stored(params, replicated(mesh)))
         uses = compute(draft)
         storage = {path: _tensor_storage(node, uses.get(path), mesh, strategy) for path, node in params.items()}
-        plan = Plan(strategy, mesh, draft.factors, storage)
-        cost = price(plan)
-        if best is None or cost < best[0]:
-            best = (cost, plan)
-    assert best is not None
-    return best[1]
+        plans.append(Plan(strategy, mesh, draft.factors, storage))
+    return min(plans, key=price) if len(plans) > 1 else plans[0]
 
 
 Compute = Callable[[Plan], dict[str, Sharding]]
@@ -227,7 +223,7 @@ def _factor_groups(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) 
             choice = _best_part(analysis.dim_factors(node, dim), num_ranks, blocked)
             if choice is not None and (node in matmul_params or _table_worth_cutting(joint, node)):
                 part, factor = choice
-                label = _label(node, dim)
+                label = _label(analysis, node, dim)
                 occurrences.setdefault(id(factor), []).append((FactorRef(path, dim, part, label), factor, node))
     groups: dict[str, Group] = {}
     for members in occurrences.values():
@@ -282,10 +278,10 @@ def _table_worth_cutting(joint: JointGraph, node: fx.Node) -> bool:
     return bool(results) and node.meta["val"].numel() > sum(results)
 
 
-def _label(node: fx.Node, dim: int) -> str:
+def _label(analysis: FactorAnalysis, node: fx.Node, dim: int) -> str:
     """A word for a parameter's factor, from how the parameter is used."""
     for user in node.users:
-        rule = rule_for(user) if user.op == "call_function" else None
+        rule = analysis.rules.get(user)
         if rule is not None and rule.lookup:
             return "vocab" if dim == 0 else "hidden"
     return f"dim{dim}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,11 +68,20 @@ def _result(node: fx.Node, layouts: Layouts) -> Any:
         return _run(node, layouts) if is_number or target in _FUNCTIONS else _dense(value)
     if target is torch.ops._c10d_functional.wait_tensor.default:
         return layouts[node.all_input_nodes[0]]
-    if torch.Tag.pointwise in target.tags or target in _POINTWISE:
+    if _is_pointwise(target):
         return _like_operands(node, value, layouts)
-    if any(r.alias_info for r in target._schema.returns) or str(target._schema.name).startswith(_STRIDE_KEEPING):
-        return _run(node, layouts)
-    return _dense(value)
+    return _run(node, layouts) if _keeps_strides(target) else _dense(value)
+
+
+@cache
+def _is_pointwise(op: OpOverload) -> bool:
+    return torch.Tag.pointwise in op.tags or op in _POINTWISE
+
+
+@cache
+def _keeps_strides(op: OpOverload) -> bool:
+    schema = op._schema
+    return any(r.alias_info for r in schema.returns) or str(schema.name).startswith(_STRIDE_KEEPING)
 
 
 def _like_operands(node: fx.Node, value: Any, layouts: Layouts) -> Any:

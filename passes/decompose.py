@@ -114,8 +114,8 @@ def _is_cut(node: fx.Node, analysis: FactorAnalysis, wanted: Sequence[Mapping[Fa
     if rule is None:
         return False
     for places, size in zip(wanted, plan.mesh.sizes, strict=True):
-        factors = ((f, name) for name in rule.factors for f in analysis.rule_factors(node, name))
-        found = [(places[f], name in rule.whole) for f, name in factors if f in places and f.size % size == 0]
+        parts = ((f, name) for name, _, f in analysis.parts(node) if f in places and f.size % size == 0)
+        found = [(places[f], name in rule.whole) for f, name in parts]
         if found and min(found, key=lambda pair: pair[0])[1]:
             return True
     return False

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from autopar._compat import OpOverload
+from autopar.graph import add_call
 from autopar.mesh import Mesh
 from autopar.passes.propagate import Cut
 from autopar.passes.reshard import is_reshard
@@ -271,17 +272,15 @@ class _Emitter:
     def __call__(
         self, op: Any, args: tuple[Any, ...], like: fx.Node, dtype: torch.dtype | None = None, extra: int = 0
     ) -> fx.Node:
-        new = self.graph.call_function(op, args)
-        value = like.meta["val"]
-        shape = (*value.shape, *(1 for _ in range(extra)))
-        new.meta = {
-            "val": meta_value(shape, dtype or value.dtype),
+        value, ones = like.meta["val"], (1,) * extra
+        meta = {
+            "val": meta_value((*value.shape, *ones), dtype or value.dtype),
             "module": self.owner.meta["module"],
             "backward": self.owner.meta["backward"],
             "sharding": like.meta["sharding"],
-            "global_shape": (*like.meta["global_shape"], *(1 for _ in range(extra))),
+            "global_shape": (*like.meta["global_shape"], *ones),
         }
-        return new
+        return add_call(self.graph, op, args, {}, meta)
 
     def number(self, op: Any, left: Any, right: Any) -> Any:
         """An integer computed from rank positions; constants fold."""
@@ -289,12 +288,11 @@ class _Emitter:
             return op(left, right)
         if op is operator.add and left == 0:
             return right
-        new = self.graph.call_function(op, (left, right))
-        new.meta = {
+        meta = {
             "val": 0,
             "module": self.owner.meta["module"],
             "backward": self.owner.meta["backward"],
             "sharding": None,
             "global_shape": None,
         }
-        return new
+        return add_call(self.graph, op, (left, right), {}, meta)

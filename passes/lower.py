@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.graph import add_call
 from autopar.local_ops import drop_padding, pad_dim, take_chunk
 from autopar.mesh import Mesh
 from autopar.passes.reshard import is_reshard
@@ -168,8 +169,7 @@ class _Lowering:
         return tuple(int(n) for n in self.value.meta["val"].shape)
 
     def _emit(self, op: Any, args: tuple[Any, ...], shape: tuple[int, ...], **kwargs: Any) -> None:
-        self.value = self.graph.call_function(op, args, kwargs)
-        self.value.meta = {
+        meta = {
             "val": meta_value(shape, self.dtype),
             "module": self.node.meta["module"],
             "backward": self.node.meta["backward"],
@@ -177,6 +177,7 @@ class _Lowering:
             "global_shape": self.global_shape,
             "layout": True,
         }
+        self.value = add_call(self.graph, op, args, kwargs, meta)
 
     def _reshape(self, *shape: int) -> None:
         if self.shape != shape:
@@ -226,15 +227,14 @@ class _Lowering:
             self._reshape(*local)
 
     def _number(self, op: Any, left: Any, right: Any) -> fx.Node:
-        node = self.graph.call_function(op, (left, right))
-        node.meta = {
+        meta = {
             "val": 0,
             "module": self.node.meta["module"],
             "backward": self.node.meta["backward"],
             "sharding": None,
             "global_shape": None,
         }
-        return node
+        return add_call(self.graph, op, (left, right), {}, meta)
 
     def _reduce_scatter(self, axis: int, now: Partial, then: Placement) -> None:
         dim, split = self._split(axis, then)

@@ -203,9 +203,9 @@ class _Ops:
         """The most wanted factor of this op that can be cut along `axis`."""
         wanted = self.wanted[axis]
         best: tuple[int, Cut] | None = None
-        for name, split, factor in self.analysis.cuttable(node) if wanted else ():
+        for name, split, factor in self.analysis.parts(node) if wanted else ():
             position = wanted.get(factor)
-            if position is not None and (best is None or position < best[0]):
+            if position is not None and name not in rule.whole and (best is None or position < best[0]):
                 cut = Cut(name, split)
                 if self._divides(rule, cut, factor.size, axis, earlier):
                     best = (position, cut)

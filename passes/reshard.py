@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar._compat import LazyGraphModule
 from autopar.factors import source_of
-from autopar.graph import JointGraph, OutputKind, copy_node
+from autopar.graph import JointGraph, OutputKind, add_call, copy_node
 from autopar.passes.propagate import Assignment
 from autopar.placement import Partial, Replicate, Sharding, describe_sharding, is_sharded
 from autopar.plan import Plan
@@ -93,17 +93,16 @@ class _Insertion:
         if key not in self.resharded:
             mesh = self.plan.mesh
             words = describe_sharding(source, mesh), describe_sharding(target, mesh)
-            new = self.graph.call_function(reshard, (self.copies[value], *words))
             # A reduction belongs to the op that leaves its result unreduced, any other reshard to its reader.
             owner = value if any(isinstance(p, Partial) for p in source) else reader
-            new.meta = {
+            meta = {
                 "val": value.meta["val"],
                 "module": owner.meta["module"],
                 "backward": reader.meta["backward"],
                 "source": source,
                 "sharding": target,
             }
-            self.resharded[key] = new
+            self.resharded[key] = add_call(self.graph, reshard, (self.copies[value], *words), {}, meta)
         return self.resharded[key]
 
     def _relays(self, value: fx.Node) -> bool:
@@ -116,11 +115,9 @@ class _Insertion:
         wanted = tuple(p if same else Replicate() for p, same in zip(decided.inputs[0], kept, strict=True))
         whole = self._reshard(tensor_inputs(value)[0], wanted, reader)
         args, kwargs = fx.map_arg((value.args, value.kwargs), lambda _: whole)
-        new = self.graph.create_node("call_function", value.target, args, kwargs)
         cuts = tuple(cut if same else None for cut, same in zip(decided.cuts, kept, strict=True))
-        new.meta = {**value.meta, "backward": reader.meta["backward"], "sharding": target, "cuts": cuts}
-        new.meta["rule"] = decided.rule
-        return new
+        meta = {**value.meta, "backward": reader.meta["backward"], "sharding": target, "cuts": cuts}
+        return add_call(self.graph, value.target, args, kwargs, {**meta, "rule": decided.rule})
 
 
 def gathers(source: Sharding, target: Sharding) -> bool:
