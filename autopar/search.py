@@ -1,7 +1,7 @@
 """The search for the best plan: layouts × how each region's parameters rest × what each region recomputes.
 
-Two levels.  For each layout a few uniform plans are simulated, which gives the time and the memory of every region
-with every option.  From these an exact solve (`autopar.solver`) takes, for a row of memory limits, the fastest choice of
+Two levels.  For some layouts a few uniform plans are simulated, which gives the time and the memory of every region with
+every option.  From these an exact solve (`autopar.solver`) takes, for a row of memory limits, the fastest choice of
 an option for each region, counting among equal regions; and each choice is then rewritten and simulated in full, so
 that what is compared is the program that would run.
 
@@ -12,8 +12,9 @@ slower plan.
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_model.simulate import Simulation
@@ -21,7 +22,7 @@ from autopar.graph import JointGraph
 from autopar.layouts import MODES, Layout, find_layouts, storages
 from autopar.plan import RECOMPUTE_LEVELS, Plan
 from autopar.regions import find_regions, region_of
-from autopar.solver import Choice, OptionCost, Problem, peak, smallest, solve
+from autopar.solver import Choice, OptionCost, Problem, peak, smallest, solve, step_time
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ Price = Callable[[Plan], Simulation]
 NUM_LIMITS = 10
 """Memory limits between the smallest and the largest peak of a layout for which the solve is made."""
 
-NUM_LAYOUTS = 4
-"""Layouts whose options are searched: the fastest, and as many of the smallest; the rest are simulated once."""
+NUM_FASTEST, NUM_SMALLEST = 4, 2
+"""Layouts whose options are searched, by the time and by the memory of a first plan; the others have that plan only."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,22 @@ _BASE = Option("regathered", None)
 
 
 def search(joint: JointGraph, sizes: Sequence[int], ranks_per_node: int, price: Price) -> list[Priced]:
-    """Plans of all layouts from the fastest to the smallest, simulated; in no order."""
+    """Plans of all layouts from the fastest to the smallest, simulated; in no order.
+
+    A choice is simulated unless a simulated plan is already as good as the choice is estimated to be, in time and in
+    memory.  (Estimates are optimistic: what hides a collective is shared, and each region counts on it.)
+    """
     bases = [_LayoutSearch(joint, layout, price) for layout in find_layouts(joint, sizes, ranks_per_node)]
     by_time = sorted(bases, key=lambda s: s.simulate(_BASE).step_time_s)
     by_memory = sorted(bases, key=lambda s: s.simulate(_BASE).memory.total)
-    chosen = dict.fromkeys((*by_time[:NUM_LAYOUTS], *by_memory[: NUM_LAYOUTS // 2]))
-    for one in chosen:
-        one.solve_all()
-    return list(itertools.chain.from_iterable(one.priced.values() for one in bases))
+    proposals = []
+    for one in dict.fromkeys((*by_time[:NUM_FASTEST], *by_memory[:NUM_SMALLEST])):
+        proposals += [(time_s, peak_bytes, one, options) for time_s, peak_bytes, options in one.proposals()]
+    done = [p.simulation for one in bases for p in one.priced.values()]
+    for time_s, peak_bytes, one, options in sorted(proposals, key=lambda proposal: proposal[:2]):
+        if not any(s.step_time_s <= time_s and s.memory.total <= peak_bytes for s in done):
+            done.append(one.run(options))
+    return [p for one in bases for p in one.priced.values()]
 
 
 @dataclass(eq=False)
@@ -105,21 +114,21 @@ class _LayoutSearch:
 
     # -- the solve
 
-    def solve_all(self) -> None:
-        """Simulate the best choices between the smallest memory and the least time."""
+    def proposals(self) -> Iterator[tuple[float, float, dict[str, Option]]]:
+        """The best choices between the smallest memory and the least time, each with its estimated time and peak."""
         options = OPTIONS if self.joint.trains else tuple(o for o in OPTIONS if o.level is None and o.mode != "kept")
         costs = self._costs(options)
         classes = self._classes(costs)
         problem = Problem(tuple(map(len, classes)), tuple(tuple(costs[c[0]]) for c in classes))
-        least = smallest(problem)
-        low, high = peak(problem, least), peak(problem, solve(problem, float("inf")) or least)
-        choices = {least: None}
-        for i in range(NUM_LIMITS):
-            choice = solve(problem, low + (high - low) * (i + 1) / NUM_LIMITS)
+        base = self.simulate(_BASE)
+        unowned_s = base.step_time_s - sum(map(sum, base.by_module.values()))  # the optimizer's step
+        least, fastest = smallest(problem), solve(problem, math.inf)
+        low, high = peak(problem, least), peak(problem, fastest or least)
+        limits = (low + (high - low) * (i + 1) / NUM_LIMITS for i in range(NUM_LIMITS))
+        for choice in dict.fromkeys((least, *(solve(problem, limit) for limit in limits))):
             if choice is not None:
-                choices[choice] = None
-        for choice in choices:
-            self.run(self._assign(classes, choice, options, problem))
+                chosen = self._assign(classes, choice, options, problem)
+                yield step_time(problem, choice) + unowned_s, peak(problem, choice), chosen
 
     def _costs(self, options: Sequence[Option]) -> dict[str, list[OptionCost]]:
         """Each region's cost with each option.  How parameters rest and what is recomputed are taken to add up."""
@@ -166,7 +175,7 @@ class _LayoutSearch:
         return region_of(module, self.regions) or ""
 
     def _classes(self, costs: Mapping[str, Sequence[OptionCost]]) -> list[list[str]]:
-        """Regions that differ in a number of their path only and cost nearly the same, in the order in which they run."""
+        """Regions that differ in a number of their path only and hold the same bytes, in the order in which they run."""
         classes: dict[object, list[str]] = {}
         for region in self.regions:
             pattern = re.sub(r"\d+", "*", region)

@@ -135,7 +135,7 @@ def _solve(problem: Problem, limit: float | None, by_time: bool) -> Choice | Non
         constraints=LinearConstraint(matrix, lower, upper),
         bounds=Bounds(np.zeros(2 * num + 2), high),
         integrality=np.concatenate([np.ones(2 * num), np.zeros(2)]),
-        options={"mip_rel_gap": 0.0},
+        options={"mip_rel_gap": 0.0, "presolve": False},
     )
     if result.x is None:
         return None
