@@ -6,12 +6,16 @@ Preserves numerics exactly: the same values are computed twice.  Ops that only l
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from autopar.graph import GraphInput, InputKind
 from autopar.passes.reshard import is_reshard
 from autopar.plan import Plan
-from autopar.rules import is_look_or_cast, tensor_inputs
+from autopar.rules import is_look, tensor_inputs
+
+CHEAP = {torch.ops.aten._to_copy.default}
+"""Ops that are repeated like views, though they compute."""
 
 
 def regather(module: fx.GraphModule, inputs: tuple[GraphInput, ...], plan: Plan) -> fx.GraphModule:
@@ -38,7 +42,7 @@ def _looks(gathered: fx.Node) -> list[fx.Node]:
     """A gathered parameter and the forward nodes that only look at it."""
     chain = [gathered]
     for node in chain:
-        chain += [u for u in node.users if not u.meta.get("backward") and is_look_or_cast(u)]
+        chain += [u for u in node.users if not u.meta.get("backward") and (u.target in CHEAP or is_look(u))]
     return chain
 
 
