@@ -148,6 +148,12 @@ def is_look(node: fx.Node) -> bool:
     return bool(op.is_view or op is torch.ops.aten._unsafe_view.default) and len(tensor_inputs(node)) == 1
 
 
+def is_look_or_cast(node: fx.Node) -> bool:
+    """Whether a call gives its one input in another shape, order or dtype: what a parameter may go through before the
+    op that uses it."""
+    return node.target is torch.ops.aten._to_copy.default or is_look(node)
+
+
 Deriver = Callable[[Call], OpRule]
 _DERIVERS: dict[Any, Deriver] = {}
 _USER_RULES: dict[str, Deriver] = {}

@@ -33,7 +33,7 @@ from autopar.mesh import Mesh
 from autopar.passes.decompose import DECOMPOSITIONS
 from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard
 from autopar.plan import FactorRef, Plan, Storage
-from autopar.rules import is_look
+from autopar.rules import is_look_or_cast
 
 STRATEGIES = ("replicate", "ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "tp+sp", "fsdp+tp")
 """The named strategies, simplest first."""
@@ -258,7 +258,7 @@ _aten = torch.ops.aten
 
 
 def _multiplied_params(joint: JointGraph) -> set[fx.Node]:
-    """Parameters that reach a matrix product through views."""
+    """Parameters that reach a matrix product through views and casts."""
     products = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
     out = set()
     for node in joint.param_nodes().values():
@@ -267,7 +267,7 @@ def _multiplied_params(joint: JointGraph) -> set[fx.Node]:
             for user in value.users:
                 if user.target in products:
                     out.add(node)
-                elif user not in seen and is_look(user):
+                elif user not in seen and is_look_or_cast(user):
                     seen.append(user)
     return out
 

@@ -103,3 +103,13 @@ def test_a_model_without_a_sequence_has_no_sequence_to_cut() -> None:
     joint = normalise(trace(Mlp(), (torch.randn(8, 12),), {}))
     plain, with_sequence = (plan_named(s, joint, (4,), 4) for s in ("tp", "tp+sp"))
     assert plain.factors == with_sequence.factors
+
+
+def test_tensor_parallelism_sees_parameters_through_the_casts_of_autocast() -> None:
+    model, inputs = TinyGpt(), token_batch(8)
+    compiler = Compiler(model, (4,), Cluster.parse("4 cpu"), None)
+    plain = plan_named("tp", compiler.trace(inputs, {}, train=True), (4,), 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = plan_named("tp", compiler.trace(inputs, {}, train=True), (4,), 4)
+    assert any(plain.factors)
+    assert cast.factors == plain.factors
