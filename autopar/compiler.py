@@ -15,34 +15,27 @@ from torch import nn
 
 from autopar.cluster import Cluster, budget_bytes
 from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
-from autopar.cost_model.simulate import Simulation, simulate
+from autopar.cost_model.simulate import Simulation, Spent, simulate
 from autopar.describe import describe_params
 from autopar.errors import InfeasibleBudgetError, MeshError
+from autopar.explain import CHOSEN
 from autopar.factors import analyse
 from autopar.graph import JointGraph
+from autopar.infeasible import infeasible
 from autopar.normalise import normalise
 from autopar.passes.pipeline import rewrite
-from autopar.plan import Candidate, Plan, PlanReport
+from autopar.plan import Candidate, ModuleCost, Plan, PlanReport
 from autopar.plan_file import check_plan_matches
 from autopar.planner import plan_named
 from autopar.program import LocalProgram
 from autopar.randomness import replace_random_ops
+from autopar.search import Priced, search
 from autopar.show import build_rows, format_bytes, format_time
 from autopar.signature import flatten_inputs
 from autopar.strategies import STRATEGIES
 from autopar.trace import trace
 
 AUTO = "auto"
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Priced:
-    """A plan with its program and what the simulator says of it."""
-
-    plan: Plan
-    program: LocalProgram
-    simulation: Simulation
 
 
 @dataclass
@@ -113,12 +106,13 @@ class Compiler:
         budget = budget_bytes(self.mem_gb, self.cluster)
         fitting = [p for p in priced if p.simulation.memory.total <= budget]
         if not fitting:
-            raise _infeasible(priced, budget)
+            raise self._infeasible(joint, priced, budget)
         best = min(fitting, key=lambda p: (p.simulation.step_time_s, p.simulation.memory.total))
         return self._report(joint, best, priced, budget)
 
     def candidates(self, joint: JointGraph) -> list[Priced]:
-        """Every strategy that is asked for and can use the mesh, simulated; those of the last graph are kept.
+        """Every strategy that is asked for and can use the mesh, simulated; for `auto`, the plans of the search after them;
+        those of the last graph are kept.
 
         Raises:
             MeshError: if the one strategy that is asked for cannot use the mesh.
@@ -134,13 +128,17 @@ class Compiler:
                     except MeshError:
                         if self.strategy != AUTO:
                             raise
+                if self.strategy == AUTO:
+                    priced += search(joint, self.sizes, self.cluster.ranks_per_node, lambda p: self._simulate(joint, p))
             self._priced = (joint, priced)
         return self._priced[1]
 
     def price(self, joint: JointGraph, plan: Plan) -> Priced:
         """Rewrite and simulate one plan."""
-        program = rewrite(joint, plan, check=False)
-        return Priced(plan, program, simulate(program, self.cluster, self.optimizer))
+        return Priced(plan, self._simulate(joint, plan))
+
+    def _simulate(self, joint: JointGraph, plan: Plan) -> Simulation:
+        return simulate(rewrite(joint, plan, check=False), self.cluster, self.optimizer)
 
     def given(self, joint: JointGraph, plan: Plan) -> Plan:
         """A plan that the user brought, checked against the graph and the budget, and priced.
@@ -158,7 +156,7 @@ class Compiler:
         priced = self.price(joint, plan)
         budget = budget_bytes(self.mem_gb, self.cluster)
         if priced.simulation.memory.total > budget:
-            raise _infeasible([priced], budget)
+            raise self._infeasible(joint, [priced], budget)
         return self._report(joint, priced, [priced], budget)
 
     def compile(self, joint: JointGraph, plan: Plan) -> LocalProgram:
@@ -169,6 +167,7 @@ class Compiler:
     def _report(self, joint: JointGraph, best: Priced, priced: Sequence[Priced], budget: int) -> Plan:
         sim = best.simulation
         words = describe_params(joint, best.plan)
+        named = [p for p in priced if p.plan.strategy != AUTO or p is best]
         report = PlanReport(
             cluster=str(self.cluster),
             budget_bytes=budget,
@@ -176,12 +175,20 @@ class Compiler:
             compute_s=sim.compute_s,
             exposed_s=sim.exposed_s,
             memory=sim.memory,
-            rows=build_rows(joint, best.program, words.__getitem__),
-            candidates=tuple(_candidate(p, best, budget) for p in priced),
+            rows=build_rows(joint, rewrite(joint, best.plan, check=False), words.__getitem__),
+            candidates=tuple(_candidate(p, best, budget) for p in named),
             collective_bytes=sim.collective_bytes,
+            num_searched=len(priced),
+            bound_s=min(p.simulation.compute_s for p in priced),
             replicated_ops=replicated_ops(joint),
         )
         return replace(best.plan, graph_fingerprint=joint.fingerprint(), report=report)
+
+    def _infeasible(self, joint: JointGraph, priced: Sequence[Priced], budget: int) -> InfeasibleBudgetError:
+        smallest = min(priced, key=lambda p: p.simulation.memory.total)
+        program = rewrite(joint, smallest.plan, check=False)
+        name = find_optimizer(self.optimizer).name
+        return infeasible(priced, budget, name, lambda other: simulate(program, self.cluster, other))
 
     def _warn_replicated(self, joint: JointGraph) -> None:
         new = {name: n for name, n in replicated_ops(joint).items() if name not in self._warned}
@@ -219,7 +226,7 @@ def replicated_ops(joint: JointGraph) -> dict[str, int]:
 def _candidate(priced: Priced, best: Priced, budget: int) -> Candidate:
     sim, won = priced.simulation, best.simulation
     if priced is best:
-        verdict = "chosen"
+        verdict = CHOSEN
     elif sim.memory.total > budget:
         verdict = f"over the budget by {format_bytes(sim.memory.total - budget)}"
     elif sim.step_time_s > won.step_time_s:
@@ -234,6 +241,20 @@ def _candidate(priced: Priced, best: Priced, budget: int) -> Candidate:
         sim.exposed_s,
         sim.memory.total,
         verdict,
+        _module_costs(sim),
+    )
+
+
+def _module_costs(sim: Simulation) -> tuple[ModuleCost, ...]:
+    rest: Counter[str] = Counter()
+    saved: Counter[str] = Counter()
+    for live in sim.live_after_forward:
+        if live.kind in ("params", "optimizer", "activations"):
+            (saved if live.kind == "activations" else rest)[live.module] += live.num_bytes
+    modules = dict.fromkeys((*sim.by_module, *rest, *saved))
+    spent = {module: sim.by_module.get(module, Spent()) for module in modules}
+    return tuple(
+        ModuleCost(m, spent[m].compute_s, dict(sorted(spent[m].exposed_s.items())), rest[m], saved[m]) for m in modules
     )
 
 
@@ -242,26 +263,3 @@ def _slower_by(sim: Simulation, won: Simulation) -> str:
     if compute >= exposed:
         return f"{format_time(compute)} more computing"
     return f"{format_time(exposed)} more waiting for collectives"
-
-
-def _infeasible(priced: Sequence[Priced], budget: int) -> InfeasibleBudgetError:
-    smallest = min(priced, key=lambda p: p.simulation.memory.total)
-    memory = smallest.simulation.memory
-    # Rounded up, so that the budget that is named really works.
-    gb = -(-memory.total * 1000 // GIB) / 1000
-    parts = {
-        "parameters": memory.params,
-        "gradients": memory.grads,
-        "optimizer state": memory.optimizer,
-        "saved activations": memory.activations,
-        "temporaries and collective buffers": memory.temporaries,
-        "reserve": memory.reserve,
-    }
-    largest = ", ".join(f"{k} {format_bytes(v)}" for k, v in sorted(parts.items(), key=lambda kv: -kv[1])[:3])
-    tried = ", ".join(f"{p.plan.strategy} {format_bytes(p.simulation.memory.total)}" for p in priced)
-    return InfeasibleBudgetError(
-        f"no candidate fits {format_bytes(budget)} on one device; the smallest budget that works is mem_gb={gb:g} with "
-        f"{smallest.plan.strategy} on {smallest.plan.mesh}. Its peak, at {smallest.simulation.peak_at}: {largest}. "
-        f"Peaks: {tried}. Use more ranks, fewer rows or tokens per rank, or an optimizer with less state",
-        gb,
-    )

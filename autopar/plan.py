@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.placement import Sharding
 
@@ -74,6 +75,53 @@ class Plan:
     graph_fingerprint: str = ""
     report: PlanReport | None = field(default=None, compare=False)
 
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak memory of one rank, reserve included.
+
+        Raises:
+            PlanError: if the plan has not been priced.
+        """
+        return self._priced().memory.total
+
+    @property
+    def step_time_s(self) -> float:
+        """Predicted seconds of one step: forward, backward, optimizer.
+
+        Raises:
+            PlanError: if the plan has not been priced.
+        """
+        return self._priced().step_time_s
+
+    def explain(self, module: str = "") -> str:
+        """Why a module (the whole model by default) runs as it does: the choice, and what each other candidate costs
+        there, with the collectives that bind.
+
+        Raises:
+            PlanError: if the plan has not been priced, or has no such module.
+        """
+        from autopar.explain import explain_module
+
+        return explain_module(self, module)
+
+    def compare(self, other: Plan) -> str:
+        """This plan beside another: time, memory and collectives.
+
+        Raises:
+            PlanError: if either has not been priced.
+        """
+        from autopar.explain import compare_plans
+
+        return compare_plans(self, other)
+
+    def _priced(self) -> PlanReport:
+        if self.report is None:
+            raise PlanError(
+                f"this plan ({self.strategy} on {self.mesh}) has not been priced: plans made by autopar are, and one "
+                "written by hand is once it is given to parallelize"
+            )
+        return self.report
+
     def __str__(self) -> str:
         from autopar.show import render_plan  # not at the top: it reads this module
 
@@ -98,8 +146,27 @@ class MemoryParts:
 
 
 @dataclass(frozen=True)
+class ModuleCost:
+    """What one module costs in a step, without the modules inside it.
+
+    Attributes:
+        module: its path.
+        compute_s: seconds of computing.
+        exposed_s: seconds of waiting, by `kind@axis` of the collective waited for.
+        rest_bytes: parameters and optimizer state.
+        saved_bytes: what it keeps for the backward pass.
+    """
+
+    module: str
+    compute_s: float
+    exposed_s: Mapping[str, float]
+    rest_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """One strategy that was simulated, and why it was not taken."""
+    """One plan that was simulated, and why it was not taken."""
 
     strategy: str
     mesh: str
@@ -108,6 +175,7 @@ class Candidate:
     exposed_s: float
     peak_bytes: int
     verdict: str
+    modules: tuple[ModuleCost, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -136,5 +204,9 @@ class PlanReport:
     candidates: tuple[Candidate, ...] = ()
     collective_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes per step by `kind@axis`, each the whole tensor as in `Collective.num_bytes`."""
+    num_searched: int = 0
+    """Plans that were simulated."""
+    bound_s: float = 0.0
+    """No plan of the layouts searched computes in less than this; waiting and recomputation come on top."""
     replicated_ops: Mapping[str, int] = field(default_factory=dict)
     """Ops that have no sharding rule and so run whole on every rank: name -> number of nodes."""

@@ -14,7 +14,17 @@ from typing import Any, TypeVar
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.placement import Partial, Placement, describe_placement, parse_placement
-from autopar.plan import RECOMPUTE_LEVELS, Candidate, FactorRef, MemoryParts, ModuleRow, Plan, PlanReport, Storage
+from autopar.plan import (
+    RECOMPUTE_LEVELS,
+    Candidate,
+    FactorRef,
+    MemoryParts,
+    ModuleCost,
+    ModuleRow,
+    Plan,
+    PlanReport,
+    Storage,
+)
 
 SCHEMA_VERSION = 2
 MAX_FILE_BYTES = 64 * 2**20
@@ -249,13 +259,17 @@ _RECORDS: dict[Any, dict[str, Reader[Any]]] = {
     },
     Candidate: {
         "strategy": _name, "mesh": _name, "step_time_s": _seconds, "compute_s": _seconds, "exposed_s": _seconds,
-        "peak_bytes": _count, "verdict": _words,
+        "peak_bytes": _count, "verdict": _words, "modules": _tuple_of(_record_of(ModuleCost)),
+    },
+    ModuleCost: {
+        "module": _words, "compute_s": _seconds, "exposed_s": _mapping_of(_seconds), "rest_bytes": _count,
+        "saved_bytes": _count,
     },
     PlanReport: {
         "cluster": _words, "budget_bytes": _count_or_none, "step_time_s": _seconds, "compute_s": _seconds,
         "exposed_s": _seconds, "memory": _record_of(MemoryParts), "rows": _tuple_of(_record_of(ModuleRow)),
         "candidates": _tuple_of(_record_of(Candidate)), "collective_bytes": _mapping_of(_count),
-        "replicated_ops": _mapping_of(_count),
+        "num_searched": _count, "bound_s": _seconds, "replicated_ops": _mapping_of(_count),
     },
 }  # fmt: skip
 """How each field of a record is read; a record's keys are exactly these."""

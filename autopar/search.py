@@ -1,8 +1,8 @@
 """The search for the best plan: layouts × how each region's parameters rest × what each region recomputes.
 
-Two levels.  For some layouts a few uniform plans are simulated, which gives the time and the memory of every region with
-every option.  From these an exact solve (`autopar.solver`) takes, for a row of memory limits, the fastest choice of
-an option for each region, counting among equal regions; and each choice is then rewritten and simulated in full, so
+Two levels.  For some layouts a few uniform plans are simulated, which gives the time and the memory of every region
+with every option.  From these an exact solve (`autopar.solver`) takes, for a row of memory limits, the fastest choice
+of an option for each region, counting among equal regions; and each choice is then rewritten and simulated in full, so
 that what is compared is the program that would run.
 
 The pool of plans depends on the graph and the cluster alone, never on the budget, so that a larger budget never gets a
@@ -121,7 +121,7 @@ class _LayoutSearch:
         classes = self._classes(costs)
         problem = Problem(tuple(map(len, classes)), tuple(tuple(costs[c[0]]) for c in classes))
         base = self.simulate(_BASE)
-        unowned_s = base.step_time_s - sum(map(sum, base.by_module.values()))  # the optimizer's step
+        unowned_s = base.step_time_s - sum(spent.total_s for spent in base.by_module.values())  # the optimizer's step
         least, fastest = smallest(problem), solve(problem, math.inf)
         low, high = peak(problem, least), peak(problem, fastest or least)
         limits = (low + (high - low) * (i + 1) / NUM_LIMITS for i in range(NUM_LIMITS))
@@ -156,8 +156,8 @@ class _LayoutSearch:
         """Each region's share of the step when all take one option."""
         simulation = self.simulate(option)
         time_s, rest, saved, grads = (dict.fromkeys(self.regions, 0.0) for _ in range(4))
-        for module, (compute_s, exposed_s) in simulation.by_module.items():
-            time_s[self._region(module)] += compute_s + exposed_s
+        for module, spent in simulation.by_module.items():
+            time_s[self._region(module)] += spent.total_s
         for live in simulation.live_after_forward:
             region = self._region(live.module)
             if live.kind in ("params", "optimizer"):
@@ -175,7 +175,7 @@ class _LayoutSearch:
         return region_of(module, self.regions) or ""
 
     def _classes(self, costs: Mapping[str, Sequence[OptionCost]]) -> list[list[str]]:
-        """Regions that differ in a number of their path only and hold the same bytes, in the order in which they run."""
+        """Regions that differ in a number of their path only and hold the same bytes, in the order they run in."""
         classes: dict[object, list[str]] = {}
         for region in self.regions:
             pattern = re.sub(r"\d+", "*", region)

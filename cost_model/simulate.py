@@ -28,6 +28,24 @@ threads mostly wait for a network much slower than memory.
 """
 
 
+@dataclass
+class Spent:
+    """Seconds that one module spends.
+
+    Attributes:
+        compute_s: computing, or waiting for launches.
+        exposed_s: standing still for collectives, by `kind@axis`.
+    """
+
+    compute_s: float = 0.0
+    exposed_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.compute_s + sum(self.exposed_s.values())
+
+
 @dataclass(frozen=True)
 class Simulation:
     """Predictions for one rank and one step.
@@ -44,7 +62,7 @@ class Simulation:
         live_at_peak: what makes up `memory`, by module and kind, the largest first.
         live_after_forward: the same at the end of the forward pass.
         live_at_end: the same at the end of the step.
-        by_module: for each module, seconds of `compute_s` (without the optimizer's step) and of `exposed_s`.
+        by_module: what each module spends of `compute_s` (without the optimizer's step) and of `exposed_s`.
     """
 
     step_time_s: float
@@ -58,7 +76,7 @@ class Simulation:
     live_at_peak: tuple[LiveBytes, ...] = field(default=(), repr=False)
     live_after_forward: tuple[LiveBytes, ...] = field(default=(), repr=False)
     live_at_end: tuple[LiveBytes, ...] = field(default=(), repr=False)
-    by_module: Mapping[str, tuple[float, float]] = field(default_factory=dict, repr=False)
+    by_module: Mapping[str, Spent] = field(default_factory=dict, repr=False)
 
 
 def simulate(
@@ -152,7 +170,7 @@ class _Clock:
     exposed_s: float = 0.0
     host_s: float = 0.0
     queues: dict[str, deque[_Running]] = field(default_factory=dict)
-    by_module: dict[str, tuple[float, float]] = field(default_factory=dict)
+    by_module: dict[str, Spent] = field(default_factory=dict)
 
     @property
     def now_s(self) -> float:
@@ -165,22 +183,21 @@ class _Clock:
         kernels = fuse(graph, self.layouts) if self.fused else {}
         running: dict[fx.Node, str] = {}
         for node in graph.nodes:
-            compute_s, exposed_s = self.compute_s, self.exposed_s
+            before_s = self.compute_s
             for used in node.all_input_nodes:
                 if used in running:
-                    self._wait(used, running.pop(used))
+                    self._wait(used, running.pop(used), by_name[used.name])
             if node.name in by_name:
                 running[node] = self._start(node, by_name[node.name])
             elif not is_free(node, self.layouts):
                 part = kernels.get(node)
                 self._compute(node, None if part is None else part.moved_bytes, part is None or part.is_kernel)
-            module = node.meta.get("module", "")
-            if (compute_s, exposed_s) != (self.compute_s, self.exposed_s):
-                before = self.by_module.get(module, (0.0, 0.0))
-                spent = (self.compute_s - compute_s, self.exposed_s - exposed_s)
-                self.by_module[module] = (before[0] + spent[0], before[1] + spent[1])
+                self._of(node.meta["module"]).compute_s += self.compute_s - before_s
         for node, link in running.items():
-            self._wait(node, link)
+            self._wait(node, link, by_name[node.name])
+
+    def _of(self, module: str) -> Spent:
+        return self.by_module.setdefault(module, Spent())
 
     def _compute(self, node: fx.Node, moved_bytes: int | None, is_kernel: bool) -> None:
         device = self.cluster.device
@@ -212,13 +229,15 @@ class _Clock:
         self.collective_s += work_s
         return link
 
-    def _wait(self, node: fx.Node, link: str) -> None:
+    def _wait(self, node: fx.Node, link: str, collective: Collective) -> None:
         """Stand still until a collective is done; nothing computes meanwhile."""
         left_s = 0.0
         for running in self.queues[link]:
             left_s += running.work_s
             if running.node is node:
                 self.exposed_s += left_s
+                exposed_s, kind = self._of(collective.module).exposed_s, f"{collective.kind}@{collective.axis}"
+                exposed_s[kind] = exposed_s.get(kind, 0.0) + left_s
                 self._advance(left_s)
                 return
 

@@ -1,0 +1,83 @@
+"""What to say when nothing fits: the smallest budget that works, what fills it, and what would help, with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.cost_model.simulate import Simulation
+from autopar.errors import InfeasibleBudgetError
+from autopar.plan import MemoryParts
+from autopar.search import Priced
+from autopar.show import format_bytes
+
+GIB = 2**30
+
+Reprice = Callable[[str], Simulation]
+"""What the smallest plan needs with the optimizer of a name."""
+
+
+def infeasible(priced: Sequence[Priced], budget: int, optimizer: str, reprice: Reprice) -> InfeasibleBudgetError:
+    """The error for a budget under which none of the simulated plans fits.
+
+    Args:
+        priced: every plan that was simulated.
+        budget: bytes on one device.
+        optimizer: name of the one that was asked for.
+        reprice: simulates the plan with the smallest peak with another optimizer.
+    """
+    smallest = min(priced, key=lambda p: p.simulation.memory.total)
+    memory = smallest.simulation.memory
+    gb = feasible_gb(memory.total)
+    parts = sorted(_PARTS.items(), key=lambda item: -int(getattr(memory, item[0])))
+    largest = ", ".join(f"{words} {format_bytes(getattr(memory, name))}" for name, words in parts[:3])
+    modules = ", ".join(
+        f"{live.module or '(root)'} {format_bytes(live.num_bytes)} of {live.kind}"
+        for live in smallest.simulation.live_at_peak[:3]
+        if live.kind != "reserve"
+    )
+    peaks: dict[str, int] = {}
+    for p in priced:
+        total = p.simulation.memory.total
+        peaks[p.plan.strategy] = min(total, peaks.get(p.plan.strategy, total))
+    tried = ", ".join(f"{name} {format_bytes(total)}" for name, total in peaks.items())
+    return InfeasibleBudgetError(
+        f"no candidate fits {format_bytes(budget)} on one device; the smallest budget that works is mem_gb={gb:g} with "
+        f"{smallest.plan.strategy} on {smallest.plan.mesh}. Its peak, at {smallest.simulation.peak_at}: {largest}; "
+        f"by module: {modules}. Smallest peaks: {tried}. What would help: {_help(memory, optimizer, reprice)}",
+        gb,
+    )
+
+
+_PARTS = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "saved activations",
+    "temporaries": "temporaries and collective buffers",
+    "reserve": "reserve",
+}
+
+
+def feasible_gb(num_bytes: int) -> float:
+    """A budget in GiB, to three digits after the point, that holds so many bytes."""
+    return -(-num_bytes * 1000 // GIB) / 1000
+
+
+def _help(memory: MemoryParts, optimizer: str, reprice: Reprice) -> str:
+    """Means in words.  Other optimizers are simulated; rows and ranks are estimated: what a row brings is halved with
+    the rows, and what rests cut is halved with twice the ranks."""
+    rows = memory.activations + memory.temporaries
+    rests = memory.params + memory.grads + memory.optimizer
+    words = [
+        f"half the rows or tokens on each rank (about {format_bytes(memory.total - rows / 2)})",
+        f"twice the ranks (about {format_bytes(memory.total - rests / 2)} where parameters rest cut)",
+    ]
+    for name in _LEANER:
+        peak = reprice(name).memory.total if name != optimizer else memory.total
+        if peak < memory.total:
+            words.append(f"optimizer={name!r} ({format_bytes(peak)})")
+    return "; ".join(words)
+
+
+_LEANER = ("adamw_8bit", "adafactor", "sgd")
+"""Optimizers with less state than AdamW, the closest first."""
