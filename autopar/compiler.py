@@ -111,7 +111,7 @@ class Compiler:
         return self._report(joint, best, priced, budget)
 
     def candidates(self, joint: JointGraph) -> list[Priced]:
-        """Every strategy that is asked for and can use the mesh, simulated; for `auto`, the plans of the search after them;
+        """Every strategy that is asked for and can use the mesh, simulated; with `auto`, also the plans of the search;
         those of the last graph are kept.
 
         Raises:
