@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch import nn
 
 from autopar.cluster import Cluster, budget_bytes
 from autopar.cost_model.simulate import Simulation, simulate
+from autopar.cost_model.symbolic import symbolic_cost
 from autopar.describe import describe_params
 from autopar.errors import InfeasibleBudgetError, MeshError
 from autopar.factors import analyse
@@ -21,6 +23,7 @@ from autopar.graph import JointGraph
 from autopar.normalise import normalise
 from autopar.passes.pipeline import rewrite
 from autopar.plan import Candidate, Plan, PlanReport
+from autopar.plan_cost import PlanCost
 from autopar.plan_file import check_plan_matches
 from autopar.planner import plan_named
 from autopar.program import LocalProgram
@@ -174,7 +177,8 @@ class Compiler:
             collective_bytes=sim.collective_bytes,
             replicated_ops=replicated_ops(joint),
         )
-        return replace(best.plan, graph_fingerprint=joint.fingerprint(), report=report)
+        cost = PlanCost(functools.partial(symbolic_cost, joint, best.program, self.cluster, self.optimizer))
+        return replace(best.plan, graph_fingerprint=joint.fingerprint(), report=report, cost=cost)
 
     def _warn_replicated(self, joint: JointGraph) -> None:
         new = {name: n for name, n in replicated_ops(joint).items() if name not in self._warned}

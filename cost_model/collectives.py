@@ -22,7 +22,7 @@ from pathlib import Path
 from autopar.cluster import Link
 from autopar.devices import NcclFabric
 
-_PHASES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+PHASES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """An all-reduce is a reduce-scatter and then an all-gather."""
 
 
@@ -54,12 +54,12 @@ def wire_bytes(kind: str, num_ranks: int, num_bytes: int) -> float:
     `num_bytes` is the size of the whole tensor on one rank, as in `Collective.num_bytes`: an all-reduce sends
     2 (n-1)/n of it, an all-gather, a reduce-scatter or an all-to-all (n-1)/n.
     """
-    return _PHASES[kind] * (num_ranks - 1) * num_bytes / num_ranks
+    return PHASES[kind] * (num_ranks - 1) * num_bytes / num_ranks
 
 
 def num_hops(kind: str, num_ranks: int) -> int:
     """Messages that one rank sends one after the other in a ring."""
-    return _PHASES[kind] * (num_ranks - 1)
+    return PHASES[kind] * (num_ranks - 1)
 
 
 def collective_time(kind: str, num_ranks: int, num_bytes: int, link: Link) -> float:
@@ -131,7 +131,7 @@ class _Group:
         inside, channels = self.fabric.inside_bytes_s, self.fabric.num_channels
         ring = min(inside, self.node_bytes_s) if self.crosses else inside
         hops = num_hops(self.kind, self.num_ranks)
-        leaving = min(hops, _PHASES[self.kind] * self.num_nodes) if self.crosses else 0
+        leaving = min(hops, PHASES[self.kind] * self.num_nodes) if self.crosses else 0
         for protocol in self._protocols:
             near, far = (self._hop_us("Ring", protocol, network) for network in (False, True))
             latency = _nccl("baseLatency_us", "", "Ring", protocol) + (hops - leaving) * near + leaving * far
