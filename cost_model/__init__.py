@@ -24,9 +24,9 @@ What the model does not know, and where that makes it wrong:
   at the sustained memory bandwidth.  On a CPU nothing depends on the shape.  Shares of H100's attention and of cards
   that nobody measured are assumptions, and say so in the table.
 * A card at its power limit is slower than the same card in a short benchmark; the sustained rates are for training.
-* Messages under 16 MiB are off by a quarter in the median, since published runs differ by 30 µs among themselves; larger
-  ones by 2% inside a node and 10 to 20% across nodes.  Networks with latencies of a hundred microseconds and more
-  (Ethernet of some clouds) are not known: messages under 100 MB are too fast there.
+* Messages under 16 MiB are off by a quarter in the median, since published runs differ by 30 µs among themselves;
+  larger ones by 2% inside a node and 10 to 20% across nodes.  Networks with latencies of a hundred microseconds and
+  more (Ethernet of some clouds) are not known: messages under 100 MB are too fast there.
 * Links are those that a device usually comes with unless the cluster's description gives the network's rate; other jobs
   on the network are unknown.
 * Contention between computing and communicating is one figure a backend.
