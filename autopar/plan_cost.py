@@ -63,11 +63,14 @@ class SymbolicCost:
         import sympy
 
         self.check(name)
-        symbols = {symbol.name: symbol for symbol in self.time_s.free_symbols}
-        rest = {symbol: self.values[other] for other, symbol in symbols.items() if other != name}
-        moving = symbols.get(name, sympy.Symbol(name, positive=True))
-        function = sympy.lambdify(moving, self.time_s.subs(rest), modules=["math"])
-        return lambda value: float(function(value))
+        symbols = sorted(self.time_s.free_symbols, key=lambda symbol: str(symbol.name))
+        function = sympy.lambdify(symbols, self.time_s, modules=["math"])
+        known = {symbol.name: float(self.values[symbol.name]) for symbol in symbols}
+
+        def seconds(value: float) -> float:
+            return float(function(*({**known, name: value}[symbol.name] for symbol in symbols)))
+
+        return seconds
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,6 +85,8 @@ def products_of(terms: Sum) -> list[Product]:
 
 def exactly(terms: Sum, values: Mapping[str, int], wanted: int) -> Sum:
     """The sum scaled by a constant, if need be, so that it is `wanted` at these sizes."""
+    if not wanted:
+        return ()
     value = sum((one.at(values) for one in products_of(terms)), Fraction(0))
     if value == wanted:
         return terms

@@ -95,6 +95,12 @@ class SizeNames:
                 is_vocab = any(inputs & set(user.all_input_nodes) for user in lookups)
                 self._name("vocab" if is_vocab else "positions", self._analysis.dim_factors(node, 0))
                 self._name("hidden", self._analysis.dim_factors(node, 1))
+        # A loss looks its targets up in the logits, whose vocabulary a head of its own does not share with a table.
+        for node, rule in self._analysis.rules.items():
+            for factor in rule.lookup:
+                parts = self._analysis.rule_factors(node, factor)
+                if ("vocab", math.prod(part.size for part in parts)) in self._names:
+                    self._name("vocab", parts)
 
     def _name_attention(self) -> None:
         for node in self._analysis.rules:

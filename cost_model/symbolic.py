@@ -19,6 +19,7 @@ from torch import fx
 
 from autopar.cluster import Cluster, axis_link
 from autopar.cost_model.collectives import PHASES, Line, collective_lines
+from autopar.cost_model.fusion import FusedOp, fuse
 from autopar.cost_model.layout import layouts_of
 from autopar.cost_model.memory import at_rest
 from autopar.cost_model.ops import (
@@ -48,7 +49,12 @@ MEMORY = "memory_bytes_s"
 
 
 def symbolic_cost(
-    joint: JointGraph, program: LocalProgram, cluster: Cluster, optimizer: str = "adamw", allow_tf32: bool = False
+    joint: JointGraph,
+    program: LocalProgram,
+    cluster: Cluster,
+    optimizer: str = "adamw",
+    allow_tf32: bool = False,
+    fused: bool = False,
 ) -> SymbolicCost:
     """The cost of one rank's step as expressions.
 
@@ -56,7 +62,7 @@ def symbolic_cost(
         joint: the normalised graph that the program was rewritten from.
         program: one rank's program.
         cluster: what it runs on.
-        optimizer, allow_tf32: as for `autopar.cost_model.simulate.simulate`.
+        optimizer, allow_tf32, fused: as for `autopar.cost_model.simulate.simulate`.
 
     Raises:
         MeshError: if mesh and cluster differ in size.
@@ -65,7 +71,7 @@ def symbolic_cost(
     sizes = LocalSizes(joint, SizeNames(joint, analyse(joint)), program.mesh)
     for graph in program.graphs:
         sizes.add(graph.module.graph)
-    counts = _Counts(program, sizes)
+    counts = _Counts(program, sizes, fused)
     for graph in program.graphs:
         counts.add(graph.module.graph)
     rest = at_rest(program, optimizer)
@@ -83,18 +89,19 @@ def symbolic_cost(
 
 @dataclass(frozen=True)
 class _Op:
-    """The counts of one node that does work."""
+    """The counts of one node that does work, and whether a kernel starts with it."""
 
     node: fx.Node
     flops: Sum
     moved: Sum
+    is_kernel: bool
 
 
 class _Counts:
     """FLOPs, traffic and messages of a program's nodes as sums of products."""
 
-    def __init__(self, program: LocalProgram, sizes: LocalSizes) -> None:
-        self.program, self.sizes = program, sizes
+    def __init__(self, program: LocalProgram, sizes: LocalSizes, fused: bool) -> None:
+        self.program, self.sizes, self.fused = program, sizes, fused
         self.layouts = layouts_of(program)
         self.ops: list[_Op] = []
         self.messages: list[tuple[Collective, Sum]] = []
@@ -102,11 +109,14 @@ class _Counts:
     def add(self, graph: fx.Graph) -> None:
         """Count the nodes of one graph."""
         collectives = {c.node: c for c in collectives_of(graph)}
+        kernels = fuse(graph, self.layouts) if self.fused else {}
         for node in graph.nodes:
             if node.name in collectives:
                 self.messages.append((collectives[node.name], self._message(node, collectives[node.name])))
             elif not is_free(node, self.layouts):
-                self.ops.append(_Op(node, self._flops(node), self._moved(node)))
+                alone = FusedOp(node_bytes(node, self.layouts), True)
+                part = kernels.get(node, alone)
+                self.ops.append(_Op(node, self._flops(node), self._moved(node, part.moved_bytes), part.is_kernel))
 
     def _exactly(self, products: Iterable[Product], wanted: int) -> Sum:
         return exactly(total(products), self.sizes.values, wanted)
@@ -115,11 +125,11 @@ class _Counts:
         terms = flop_terms(node, self.sizes.dims)
         return self._exactly((product(dims).times(count) for count, dims in terms), node_flops(node)) if terms else ()
 
-    def _moved(self, node: fx.Node) -> Sum:
+    def _moved(self, node: fx.Node, num_bytes: int) -> Sum:
         times, read = moved_parts(node)
         written = (one.times(times) for one in self._bytes(node))
         loads = (one for n in read for one in self._distinct(n))
-        return self._exactly((*written, *loads), node_bytes(node, self.layouts))
+        return self._exactly((*written, *loads), num_bytes)
 
     def _bytes(self, node: fx.Node) -> Iterator[Product]:
         """Bytes of each tensor that a node returns."""
@@ -211,11 +221,12 @@ class _Time:
                 continue
             rate = matmul_rate(op.node, self.allow_tf32)
             both[op.flops, op.moved, rate, node_flops(op.node) / seconds / self.device.flops[rate]] += 1
-        busy = to_sympy(total(moved_only)) / memory + len(ops) * self.device.kernel_start_s
+        kernels = sum(op.is_kernel for op in ops)
+        busy = to_sympy(total(moved_only)) / memory + kernels * self.device.kernel_start_s
         for (flops, moved, rate, share), count in both.items():
             speed = self._symbol(f"flops_{rate}_s", self.device.flops[rate])
             busy += count * sympy.Max(to_sympy(flops) / (speed * share), to_sympy(moved) / memory, evaluate=False)
-        launches = len(ops) * self.device.kernel_launch_s
+        launches = kernels * self.device.kernel_launch_s
         return sympy.Max(busy, launches, evaluate=False) if self.device.is_queued else busy + launches
 
     def optimizer(self, moved: Sum) -> sympy.Expr:

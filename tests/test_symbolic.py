@@ -72,10 +72,11 @@ def test_exact_at_the_traced_sizes(strategy: str) -> None:
         assert float(cost.at(sent)) == pytest.approx(known[axis], rel=1e-12)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_time_is_the_simulators_without_overlap(strategy: str) -> None:
+def test_time_is_the_simulators_without_overlap(strategy: str, fused: bool) -> None:
     program, cluster = program_of(strategy), Cluster.parse("4 cpu")
-    cost, simulation = symbolic_cost(traced(), program, cluster), simulate(program, cluster)
+    cost, simulation = symbolic_cost(traced(), program, cluster, fused=fused), simulate(program, cluster, fused=fused)
     expected = simulation.compute_s + simulation.collective_s
     assert float(cost.at(cost.time_s)) == pytest.approx(expected, rel=1e-12)
     assert cost.time_along("batch")(8) == pytest.approx(expected, rel=1e-12)
@@ -107,6 +108,28 @@ def test_sizes_have_the_names_that_people_use() -> None:
     # Two layers, forward and twice that in backward; attention: two products forward, five backward.
     dense = 6 * batch * seq * (2 * (4 * width * hidden + 2 * ffn * hidden) + vocab * hidden)
     assert sympy.expand(cost.flops - (dense + 2 * 14 * batch * seq**2 * width) / ranks) == 0
+
+
+class Untied(nn.Module):
+    """A head of its own, whose vocabulary only the targets share with the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(40, 24), nn.Linear(24, 40, bias=False)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.table(ids)).flatten(0, 1), targets.flatten())
+
+
+def test_a_heads_vocabulary_is_the_tables() -> None:
+    compiler = Compiler(Untied(), (4,), Cluster.parse("4 cpu"), strategy="ddp")
+    plan = compiler.plan(compiler.trace(token_batch(8, seq=10, vocab=40), {}, True, local=False))
+    assert plan.cost is not None
+    cost = plan.cost.symbolic()
+    batch, seq, vocab, hidden, ranks = (
+        sympy.Symbol(name, positive=True) for name in ("batch", "seq", "vocab", "hidden", "ranks_dp")
+    )
+    assert sympy.expand(cost.flops - 6 * batch * seq * vocab * hidden / ranks) == 0
 
 
 def test_tensor_parallel_traffic_grows_with_the_batch_and_data_parallel_traffic_does_not() -> None:
