@@ -44,9 +44,11 @@ class SymbolicCost:
         Raises:
             InputError: if a changed symbol does not occur in this cost.
         """
+        import sympy
+
         self.check(*changes)
         values = {**self.values, **changes}
-        return expression.subs({symbol: values[symbol.name] for symbol in expression.free_symbols})
+        return expression.xreplace({symbol: sympy.sympify(values[symbol.name]) for symbol in expression.free_symbols})
 
     def check(self, *names: str) -> None:
         """Refuse names that are no symbols here.
