@@ -89,6 +89,9 @@ class PlanCost:
         """The cost as SymPy expressions."""
         return self._symbolic
 
+    def __deepcopy__(self, memo: object) -> PlanCost:
+        return self  # nothing in it changes, and a copy would work the expressions out
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _known, (self.symbolic(),)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 from dataclasses import replace
@@ -210,6 +211,7 @@ def test_a_cost_is_not_part_of_a_plans_value() -> None:
     assert replace(plan, cost=None) == plan
     assert "cost" not in repr(plan).split("report=")[0]
     assert plan.cost.symbolic() is plan.cost.symbolic()
+    assert copy.deepcopy(plan).cost is plan.cost
     copied = pickle.loads(pickle.dumps(plan.cost))
     assert copied.symbolic().flops == plan.cost.symbolic().flops
 
