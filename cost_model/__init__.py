@@ -21,8 +21,8 @@ the order of two candidates deserves more trust than either's seconds.
 What the model does not know, and where that makes it wrong:
 
 * Only matmuls and fused attention have an efficiency by shape; convolutions run at the sustained rate, all other ops
-  at the sustained memory bandwidth.  On a CPU nothing depends on the shape.  Attention on H100 is FlashAttention-2's, which
-  newer kernels beat by 1.6; shares of cards that nobody measured are assumptions, and say so in the table.
+  at the sustained memory bandwidth.  On a CPU nothing depends on the shape.  Attention on H100 is FlashAttention-2's,
+  which newer kernels beat by 1.6; shares of cards that nobody measured are assumptions, and say so in the table.
 * A card at its power limit is slower than the same card in a short benchmark; the sustained rates are for training.
 * Messages under 16 MiB are off by a quarter in the median, since published runs differ by 30 µs among themselves;
   larger ones by 2% inside a node and 10 to 20% across nodes.  Networks with latencies of a hundred microseconds and
