@@ -21,6 +21,8 @@ Relative error of the time on published runs of nccl-tests, and of one bus bandw
 | 2 nodes of 1 A100, InfiniBand | 3 | 25% | 26% | 2%, 18% |
 | 4 nodes of 8 B200, Ethernet (EFA), 16 MiB and more | 11 | 14% | 52% | 17%, 72% |
 
+The pipeline's square root, the start of a collective and the network's share of its line rate were chosen on these very
+runs; the rest is NCCL's.  Left out are runs whose source calls the fabric below par and those of unstated hardware.
 Runs of the same hardware differ by 10 to 30 µs at the smallest messages; the model takes the middle.
 """
 
