@@ -18,7 +18,7 @@ from autopar.errors import (
     TraceError,
     VerificationError,
 )
-from autopar.plan import Plan
+from autopar.plan import Plan, break_even
 from autopar.plan_file import load_plan
 from autopar.rules import register_sharding_rule
 from autopar.runtime.module import ParallelModule
@@ -40,6 +40,7 @@ __all__ = [
     "TraceError",
     "VerificationError",
     "VerifyReport",
+    "break_even",
     "load_plan",
     "parallelize",
     "register_sharding_rule",
