@@ -22,7 +22,7 @@ from autopar.graph import JointGraph
 from autopar.layouts import MODES, Layout, find_layouts, storages
 from autopar.plan import RECOMPUTE_LEVELS, Plan
 from autopar.regions import find_regions, region_of
-from autopar.solver import Choice, OptionCost, Problem, peak, smallest, solve, step_time
+from autopar.solver import Choice, OptionCost, Problem, all_choices, peak, smallest, solve, step_time
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,32 @@ def search(joint: JointGraph, sizes: Sequence[int], ranks_per_node: int, price: 
         if not any(s.step_time_s <= time_s and s.memory.total <= peak_bytes for s in done):
             done.append(one.run(options))
     return [p for one in bases for p in one.priced.values()]
+
+
+def _worth_trying(problem: Problem) -> list[Choice]:
+    """Choices from the smallest to the fastest: in a small problem all that may be best under some budget, as far as
+    estimates can tell; else the solutions for a row of limits."""
+    choices = all_choices(problem, MAX_CHOICES)
+    if choices is not None:
+        measured = [(peak(problem, c), step_time(problem, c), c) for c in choices]
+        shortest, kept = math.inf, []
+        for _, time_s, choice in sorted(measured):
+            if time_s <= shortest * (1 + _SLACK):
+                kept.append(choice)
+            shortest = min(shortest, time_s)
+        return kept
+    least, fastest = smallest(problem), solve(problem, math.inf)
+    low, high = peak(problem, least), peak(problem, fastest or least)
+    limits = (low + (high - low) * (i + 1) / NUM_LIMITS for i in range(NUM_LIMITS))
+    solutions = dict.fromkeys((least, *(solve(problem, limit) for limit in limits)))
+    return [choice for choice in solutions if choice is not None]
+
+
+MAX_CHOICES = 400
+"""Up to so many choices in a layout are all looked at."""
+
+_SLACK = 0.02
+"""By how much an estimated time may be off."""
 
 
 @dataclass(eq=False)
@@ -122,13 +148,9 @@ class _LayoutSearch:
         problem = Problem(tuple(map(len, classes)), tuple(tuple(costs[c[0]]) for c in classes))
         base = self.simulate(_BASE)
         unowned_s = base.step_time_s - sum(spent.total_s for spent in base.by_module.values())  # the optimizer's step
-        least, fastest = smallest(problem), solve(problem, math.inf)
-        low, high = peak(problem, least), peak(problem, fastest or least)
-        limits = (low + (high - low) * (i + 1) / NUM_LIMITS for i in range(NUM_LIMITS))
-        for choice in dict.fromkeys((least, *(solve(problem, limit) for limit in limits))):
-            if choice is not None:
-                chosen = self._assign(classes, choice, options, problem)
-                yield step_time(problem, choice) + unowned_s, peak(problem, choice), chosen
+        for choice in _worth_trying(problem):
+            chosen = self._assign(classes, choice, options, problem)
+            yield step_time(problem, choice) + unowned_s, peak(problem, choice), chosen
 
     def _costs(self, options: Sequence[Option]) -> dict[str, list[OptionCost]]:
         """Each region's cost with each option.  How parameters rest and what is recomputed are taken to add up."""

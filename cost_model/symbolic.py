@@ -33,6 +33,7 @@ from autopar.cost_model.ops import (
     node_flops,
     tensor_bytes,
 )
+from autopar.cost_model.optimizers import OptimizerLike
 from autopar.cost_model.products import Product, Sum, exactly, product, products_of, symbol, to_sympy, total
 from autopar.cost_model.simulate import optimizer_bytes
 from autopar.cost_model.sizes import LocalSizes, SizeNames, axis_symbol
