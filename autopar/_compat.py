@@ -62,6 +62,7 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "TreeSpec",
+    "allocator_events",
     "around_calls",
     "below_autograd",
     "broadcast_coalesced",
@@ -69,6 +70,7 @@ __all__ = [
     "core_decompositions",
     "detect_fake_mode",
     "dtensor_like",
+    "fake_process_group",
     "is_value_read",
     "new_fake_mode",
     "shares_storage",
@@ -153,6 +155,29 @@ def shares_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that names a tensor's allocation as long as that lives; on the meta device too."""
     return int(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def allocator_events() -> Iterator[list[int]]:
+    """Fills the list, on leaving, with what PyTorch's CPU allocator gave (bytes) and took back (negative), in order."""
+    sizes: list[int] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        yield sizes
+    result = profile.profiler.kineto_results  # type: ignore[union-attr]
+    events = [event for event in result.events() if event.name() == "[memory]"]
+    sizes += [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+@contextlib.contextmanager
+def fake_process_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """The default process group is one of `num_ranks` in which nobody answers: one rank can run alone in it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -27,7 +27,8 @@ from torch import fx
 
 from autopar._compat import OpOverload
 from autopar.cost_model.layout import Layouts
-from autopar.cost_model.ops import aliased_input, tensor_bytes, workspace_bytes
+from autopar.cost_model.ops import aliased_input, tensor_bytes
+from autopar.cost_model.workspaces import workspace_bytes
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
 from autopar.program import COLLECTIVE_KINDS, LocalGraph, LocalProgram
 
@@ -55,24 +56,28 @@ class Liveness:
     """The blocks of a program; made by `Liveness.of`.
 
     Attributes:
-        granularity: bytes that the allocator rounds blocks up to.
         layouts: strides of the program's values.
+        device_kind: `cuda` or `cpu`, which decides what ops take for themselves.
+        granularity: bytes that the allocator rounds blocks up to.
         copies_reduce_scatter: whether the backend sums a copy of a reduce-scatter's whole input, as gloo does.
         blocks: every block, in order of birth within a pass.
         steps: `pass:node` of every step.
     """
 
-    granularity: int
     layouts: Layouts
+    device_kind: str
+    granularity: int
     copies_reduce_scatter: bool
     blocks: list[Block] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
     _in_flight: dict[fx.Node, tuple[Block, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(program: LocalProgram, layouts: Layouts, granularity: int, copies_reduce_scatter: bool) -> Liveness:
+    def of(
+        program: LocalProgram, layouts: Layouts, device_kind: str, granularity: int, copies_reduce_scatter: bool
+    ) -> Liveness:
         """Walk forward, then backward."""
-        liveness = Liveness(granularity, layouts, copies_reduce_scatter)
+        liveness = Liveness(layouts, device_kind, granularity, copies_reduce_scatter)
         held: list[Blocks] = []
         saved = liveness._run_forward(program.forward, held)
         if program.backward is not None:
@@ -155,7 +160,7 @@ class Liveness:
         if node.op == "output":
             return None
         module = node.meta.get("module", "")
-        if workspace := workspace_bytes(node):
+        if workspace := workspace_bytes(node, self.layouts, self.device_kind):
             self._add(workspace, now, module)
         kind = COLLECTIVE_KINDS.get(node.target) if isinstance(node.target, OpOverload) else None
         if kind is not None and kind != "all_reduce":
