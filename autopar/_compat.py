@@ -163,7 +163,7 @@ def allocator_events() -> Iterator[list[int]]:
     sizes: list[int] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         yield sizes
-    result = profile.profiler.kineto_results  # type: ignore[union-attr]
+    result = profile.profiler.kineto_results
     events = [event for event in result.events() if event.name() == "[memory]"]
     sizes += [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 

@@ -49,7 +49,6 @@ STRATEGIES = "ddp,zero3,tp,fsdp+tp"
 OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
     "adamw_foreach": partial(torch.optim.AdamW, foreach=True),
-    "adafactor": torch.optim.Adafactor,
     "sgd": torch.optim.SGD,
 }
 """With `sgd`, whose step takes nothing, the peak is in the forward or backward pass."""

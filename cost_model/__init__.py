@@ -5,7 +5,10 @@
 * `ops`: FLOPs and bytes of one ATen node, and its roofline time;
 * `collectives`: ring formulas with a latency per hop and a bandwidth;
 * `layout`: strides of local values, and so where a reshape copies;
-* `liveness` and `memory`: when each allocation lives, the peak over forward, backward and optimizer step, the reserve;
+* `liveness` and `memory`: when each allocation lives, the peak over forward, backward and optimizer step with what is
+  live then by module, the reserve;
+* `workspaces` and `convolutions`: what ops take for themselves while they run;
+* `optimizers`: state per parameter and temporaries of the step, from a table or measured with `allocations`;
 * `simulate`: one compute stream, one stream per link; a collective blocks nothing but its `wait_tensor`.
 
 Every figure is taken from the graph that will run, so that a plan pays for each collective that is in it, as often as
@@ -25,8 +28,9 @@ What the model does not know, and where that makes it wrong:
   here they do not.
 * Attention pays for the whole score matrix, also where a causal kernel skips half of it.
 * The optimizer's step touches parameters, gradients and state once.
-* Memory that ops take for themselves is known for fused attention only; the share of the reserve that stands for
-  fragmentation has to cover the rest.  On a CPU the interpreter's and the libraries' own memory is not counted.
+* Memory that ops take for themselves is exact on a CPU for most ops and an upper bound for convolutions; on a GPU,
+  copies of operands that kernels want dense are known, and the share of the reserve that stands for fragmentation
+  has to cover what cuDNN and cuBLAS take.  On a CPU the interpreter's and the libraries' own memory is not counted.
 * Gradients are freed before each forward pass; outputs that the caller still holds from the step before are not seen.
   Saved values end at their last use in the backward pass, which holds for a runtime that drops them there.
 """

@@ -32,9 +32,7 @@ def forward_workspace(result: Any, args: list[Any]) -> int:
     computing = _image(image) + _filters(filters, args[8], image) + padded_result - _bytes(result)
     if transposed:
         computing += padded_result
-    if _reads_with_gaps(filters, stride):
-        computing += _image(image)
-    return max(computing, padded_result)
+    return max(computing + _thinned_out(image, filters, stride), padded_result)
 
 
 def backward_workspace(result: Any, args: list[Any]) -> int:
@@ -48,7 +46,7 @@ def backward_workspace(result: Any, args: list[Any]) -> int:
         needs.append(_filter_gradient(gradient, image, filters, stride, groups))
     if transposed:
         needs.append(_in_blocks(gradient) + _in_blocks(image) + _in_blocks(filters, (0, 1)))
-    return max(needs) + 4 * gradient.shape[1] * gradient.element_size()  # the bias's gradient
+    return max(needs) + int(4 * gradient.shape[1] * gradient.element_size())  # the bias's gradient
 
 
 def _image_gradient(
@@ -71,14 +69,15 @@ def _filter_gradient(
         return 4 * _bytes(filters) + unfolded + _in_blocks(gradient)
     padded = _filters(filters, groups, image)
     need = _image(image) + _in_blocks(gradient) + padded - _bytes(filters)
-    if _reads_with_gaps(filters, stride):
-        need += _image(image)
-    return max(need, padded)
+    return max(need + _thinned_out(image, filters, stride), padded)
 
 
-def _reads_with_gaps(filters: torch.Tensor, stride: Sequence[int]) -> bool:
-    """Whether the image is first thinned out: filters of a single position, with a stride."""
-    return math.prod(filters.shape[2:]) == 1 and max(stride) > 1
+def _thinned_out(image: torch.Tensor, filters: torch.Tensor, stride: Sequence[int]) -> int:
+    """Where filters are a single position and read with a stride: what they read of one image, per thread."""
+    if math.prod(filters.shape[2:]) > 1 or max(stride) == 1:
+        return 0
+    positions = len(image) * (math.prod(stride) if len(stride) > 1 else stride[0] ** (image.dim() - 2))
+    return (_image(image) // max(1, positions) + _BLOCK * _BLOCK) * torch.get_num_threads()
 
 
 def _image(image: torch.Tensor) -> int:

@@ -176,5 +176,4 @@ _CPU_RULES: dict[str, _Rule] = {
     "aten::convolution_backward": backward_workspace,
     "aten::native_layer_norm_backward": _cpu_layer_norm_backward,
     "aten::native_batch_norm_backward": _one_more,
-    "aten::native_dropout_backward": _one_more,
 }

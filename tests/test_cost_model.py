@@ -264,9 +264,9 @@ def test_peak_of_a_chain_by_hand() -> None:
     rows = b.call(aten.view.default, wide, [5, 10])  # a view
     product = b.call(aten.mul.Tensor, rows, w)  # +400, then `wide` is free
     total = b.call(aten.sum.dim_IntList, product, [0])  # +80, then `product` is free
-    half = b.call(aten.div.Tensor, total, 2)  # +80
+    half = b.call(aten.div.Tensor, total, 2)  # +80, and the number as a tensor, 16
     profile = memory_profile(program_of(ONE, b.build((OUTPUT, "y", half))), toy_cluster(1))
-    assert [size for _, size in profile.timeline] == [560, 560, 960, 640, 320, 240]
+    assert [size for _, size in profile.timeline] == [560, 560, 960, 640, 336, 240]
     assert profile.peak_at == f"forward:{product.name}"
     assert (profile.peak.params, profile.peak.activations, profile.peak.temporaries) == (80, 80, 800)
     assert profile.peak.total == 960
@@ -297,20 +297,20 @@ def test_training_step_by_hand() -> None:
     assert [size for _, size in profile.timeline] == [
         always + 80,  # product
         always + 80 + 80,  # y
-        always + 80 + 10,  # mask
+        always + 80 + 10 + 16,  # mask; zero becomes a tensor
         always + 80 + 10,  # forward's outputs; saved x and w cost nothing
-        always + 80 + 10 + 80 + 80,  # tangent, and its product with the mask
+        always + 80 + 10 + 80 + 80 + 80,  # tangent, and its product with the mask, which is cast
         always + 80 + 80 + 80,  # a view; the mask is gone
         always + 80 + 80 + 80 + 120,  # the gradient of w, transposed
         always + 80 + 80 + 80 + 120,
         always + 80 + 80 + 80 + 120,
         always + 80 + 80 + 80 + 120 + 48,  # a gradient that nobody takes
         always + 80 + 80 + 120,  # backward's outputs
-        always + 80 + 120 + 240,  # optimizer: two temporaries of w's size
+        always + 80 + 120 + 240 + 64,  # optimizer: two temporaries of w's size, and numbers
     ]
     assert profile.peak_at == "optimizer:step"
     assert (profile.peak.params, profile.peak.grads, profile.peak.optimizer) == (120, 120, 244)
-    assert (profile.peak.activations, profile.peak.temporaries, profile.peak.reserve) == (48 + 80, 240, 0)
+    assert (profile.peak.activations, profile.peak.temporaries, profile.peak.reserve) == (48 + 80, 240 + 64, 0)
 
 
 def test_what_is_live_at_the_peak_by_module() -> None:
