@@ -71,6 +71,7 @@ __all__ = [
     "detect_fake_mode",
     "dtensor_like",
     "fake_process_group",
+    "fsdp_memory_peaks",
     "is_value_read",
     "new_fake_mode",
     "shares_storage",
@@ -166,6 +167,27 @@ def allocator_events() -> Iterator[list[int]]:
     result = profile.profiler.kineto_results
     events = [event for event in result.events() if event.name() == "[memory]"]
     sizes += [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def fsdp_memory_peaks(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: tuple[torch.Tensor, ...],
+    step: Callable[[], None],
+    num_steps: int,
+) -> list[int]:
+    """Peak bytes on the CPU in each of `num_steps` calls, by PyTorch's tracker for modules under `fully_shard`."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    tracker = FSDPMemTracker(model, optimizer)
+    tracker.track_inputs(inputs)
+    peaks = []
+    with tracker:
+        for _ in range(num_steps):
+            step()
+            peaks.append(int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]))
+            tracker.reset_mod_stats()
+    return peaks
 
 
 @contextlib.contextmanager

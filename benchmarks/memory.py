@@ -27,13 +27,14 @@ import warnings
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import autopar
 from autopar._compat import allocator_events, fake_process_group, storage_id
@@ -95,6 +96,11 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kw
     optimizer.zero_grad()
 
 
+def constants(module: fx.GraphModule) -> list[Any]:
+    """Tensors that a graph holds itself."""
+    return [attrgetter(str(node.target))(module) for node in module.graph.find_nodes(op="get_attr")]
+
+
 @dataclass(frozen=True)
 class Measured:
     """Bytes of one rank: the peak at the allocator, the peak of the tensors that ops return, and between steps."""
@@ -120,6 +126,7 @@ def measure(
     with LoneRank() as tracker:
         tracker.hold([list(parallel.parameters()), list(parallel.buffers()), args, kwargs])
         tracker.hold([list(state.values()) for state in optimizer.state.values()])
+        tracker.hold([constants(graph.module) for graph in program.graphs])
         at_rest = tracker.live_bytes
         with allocator_events() as events:
             train_step(parallel, optimizer, args, kwargs)

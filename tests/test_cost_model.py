@@ -333,6 +333,19 @@ def test_what_is_live_at_the_peak_by_module() -> None:
     assert sum(one.num_bytes for one in live) == profile.peak.total
 
 
+def test_constants_of_a_graph_are_always_there() -> None:
+    b = Builder(ONE)
+    x = b.input(INPUT, "x", 10)
+    first = b.call(aten.neg.default, x)
+    constant = b.graph.create_node("get_attr", "table")
+    constant.meta = {"val": torch.empty(10, dtype=torch.float64, device="meta"), "module": "layer", "backward": False}
+    out = b.call(aten.add.Tensor, b.call(aten.add.Tensor, first, constant), constant)
+    graph = b.build((OUTPUT, "y", out))
+    profile = memory_profile(program_of(ONE, graph), toy_cluster(1))
+    assert [size - 160 for _, size in profile.timeline] == [80, 80, 160, 160, 80]  # x and the constant are always there
+    assert LiveBytes("layer", "params", 80) in profile.live_at_peak
+
+
 def test_split_parts_keep_the_whole_alive() -> None:
     b = Builder(ONE)
     x = b.input(INPUT, "x", 10)

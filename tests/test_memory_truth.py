@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar._compat import fake_process_group
+from benchmarks import memory
 from benchmarks.memory import LoneRank, measure
 from tests import tiny_models
 
@@ -95,3 +97,20 @@ def test_stand_ins_hold_what_gloo_holds() -> None:
         total = c10d.all_reduce(part, "sum", "axis")
         del part
         assert (tuple(total.shape), tracker.live_bytes) == ((8,), 128 + 32)
+
+
+def test_benchmark_rows() -> None:
+    entry = SimpleNamespace(
+        name="small",
+        build=lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)),
+        make_batch=lambda rows, seed: ((torch.ones(rows, 4),), {}),
+        loss_fn=lambda output: output.square().mean(),
+    )
+    row = memory.check(entry, "zero3", "4", 8, "adamw")
+    assert row["error"] is None
+    assert (row["model"], row["strategy"], row["mesh"]) == ("small", "zero3", "4")
+    assert row["at_rest_bytes"] < row["tensor_bytes"] <= row["measured_bytes"] <= row["predicted_bytes"]
+    assert row["ratio"] == row["predicted_bytes"] / row["measured_bytes"] <= 1.1
+    broken = memory.check(SimpleNamespace(name="broken", build=lambda: 1 // 0), "ddp", "4", 8, "adamw")
+    assert "ZeroDivisionError" in broken["error"]
+    assert broken.keys() == row.keys()
