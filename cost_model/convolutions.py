@@ -55,7 +55,7 @@ def _image_gradient(
     padded = _in_blocks(image)
     need = _in_blocks(filters, (0, 1) if groups == 1 else (0,)) + _in_blocks(gradient) + padded - _bytes(image)
     if max(stride) > 1:
-        need += padded + _SCRATCH_BYTES * torch.get_num_threads()
+        return max(need + padded + _SCRATCH_BYTES * torch.get_num_threads(), 2 * padded)
     return max(need, padded)
 
 

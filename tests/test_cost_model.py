@@ -68,10 +68,10 @@ class Builder:
     def run(self, kind: str, value: fx.Node, axis: str) -> fx.Node:
         return self.wait(self.start(kind, value, axis))
 
-    def build(self, *outputs: tuple[OutputKind, str, fx.Node]) -> LocalGraph:
+    def build(self, *outputs: tuple[OutputKind, str, fx.Node], holder: torch.nn.Module | None = None) -> LocalGraph:
         self.graph.output(tuple(node for _, _, node in outputs))
         self.graph.output_node().meta = {"module": "", "backward": self.backward}
-        module = fx.GraphModule(torch.nn.Module(), self.graph)
+        module = fx.GraphModule(holder or torch.nn.Module(), self.graph)
         specs = tuple(GraphOutput(kind, path) for kind, path, _ in outputs)
         return LocalGraph(module, tuple(self.inputs), specs, (None,) * len(self.inputs), (None,) * len(specs))
 
@@ -340,7 +340,9 @@ def test_constants_of_a_graph_are_always_there() -> None:
     constant = b.graph.create_node("get_attr", "table")
     constant.meta = {"val": torch.empty(10, dtype=torch.float64, device="meta"), "module": "layer", "backward": False}
     out = b.call(aten.add.Tensor, b.call(aten.add.Tensor, first, constant), constant)
-    graph = b.build((OUTPUT, "y", out))
+    holder = torch.nn.Module()
+    holder.register_buffer("table", torch.zeros(10, dtype=torch.float64))
+    graph = b.build((OUTPUT, "y", out), holder=holder)
     profile = memory_profile(program_of(ONE, graph), toy_cluster(1))
     assert [size - 160 for _, size in profile.timeline] == [80, 80, 160, 160, 80]  # x and the constant are always there
     assert LiveBytes("layer", "params", 80) in profile.live_at_peak
