@@ -6,6 +6,7 @@ Tested with torch 2.13.0.  When a name moves between versions, it is resolved he
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -160,7 +161,11 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def allocator_events() -> Iterator[list[int]]:
-    """Fills the list, on leaving, with what PyTorch's CPU allocator gave (bytes) and took back (negative), in order."""
+    """Fills the list, on leaving, with what PyTorch's CPU allocator gave (bytes) and took back (negative), in order.
+
+    Garbage is collected first, so that memory from before is not taken for memory given back.
+    """
+    gc.collect()
     sizes: list[int] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         yield sizes
