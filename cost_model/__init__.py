@@ -7,7 +7,10 @@
 * `fusion`: what pointwise ops move when a compiler makes kernels of chains;
 * `collectives`: NCCL's algorithms and protocols, of which the fastest is taken, or one ring under gloo;
 * `layout`: strides of local values, and so where a reshape copies;
-* `liveness` and `memory`: when each allocation lives, the peak over forward, backward and optimizer step, the reserve;
+* `liveness` and `memory`: when each allocation lives, the peak over forward, backward and optimizer step with what is
+  live then by module, the reserve;
+* `workspaces` and `convolutions`: what ops take for themselves while they run;
+* `optimizers`: state per parameter and temporaries of the step, from a table or measured with `allocations`;
 * `simulate`: a host that launches, one compute stream, one stream per link; a collective blocks nothing but its
   `wait_tensor`, and slows what computes beside it;
 * `symbolic`: the same counts as SymPy expressions, by names of sizes (`sizes`) and exact sums (`products`).
@@ -31,8 +34,9 @@ What the model does not know, and where that makes it wrong:
   on the network are unknown.
 * Contention between computing and communicating is one figure a backend.
 * The optimizer's step is one fused kernel's traffic.
-* Memory that ops take for themselves is known for fused attention only; the share of the reserve that stands for
-  fragmentation has to cover the rest.  On a CPU the interpreter's and the libraries' own memory is not counted.
+* Memory that ops take for themselves is exact on a CPU for most ops and an upper bound for convolutions; on a GPU,
+  copies of operands that kernels want dense are known, and the share of the reserve that stands for fragmentation
+  has to cover what cuDNN and cuBLAS take.  On a CPU the interpreter's and the libraries' own memory is not counted.
 * Gradients are freed before each forward pass; outputs that the caller still holds from the step before are not seen.
   Saved values end at their last use in the backward pass, which holds for a runtime that drops them there.
 """

@@ -151,17 +151,6 @@ def count_flops(graph: fx.Graph) -> int:
     return sum(node_flops(node) for node in graph.nodes)
 
 
-def workspace_bytes(node: fx.Node) -> int:
-    """Memory that an op takes for itself while it runs, where that is known and matters.
-
-    Fused attention's backward sums the gradient of a 16-bit query in float32.
-    """
-    if op_name(node) not in _ATTENTION_BACKWARD:
-        return 0
-    query = _value(node, 1)
-    return 4 * int(query.numel()) if query.element_size() < 4 else 0
-
-
 _SHARING_OPS = {"aten::_unsafe_view", "_c10d_functional::wait_tensor"}
 """Share their input's memory though their schema does not say so."""
 
