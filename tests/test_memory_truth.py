@@ -75,6 +75,16 @@ def test_never_under_and_at_most_a_tenth_over(name: str, strategy: str) -> None:
         assert profile.peak.total <= 1.01 * measured.peak
 
 
+@pytest.mark.parametrize("level", ["selective", "full"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "tp+sp"])
+def test_recomputation(strategy: str, level: str) -> None:
+    build, batch = MODELS["activations dominate"]
+    model = WithLoss(build())
+    plan = memory.recomputing(model, strategy, (RANKS,), dense(batch), {}, level)
+    profile, measured = measure(model, plan, (RANKS,), dense(batch), {}, torch.optim.SGD)
+    assert measured.peak <= profile.peak.total <= 1.1 * measured.peak
+
+
 FOREACH = partial(torch.optim.AdamW, foreach=True, amsgrad=True)
 
 
