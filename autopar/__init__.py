@@ -18,8 +18,10 @@ from autopar.errors import (
     TraceError,
     VerificationError,
 )
+from autopar.frontier import Pareto
+from autopar.offline import pareto, plan
 from autopar.plan import Plan
-from autopar.plan_file import load_plan
+from autopar.plan_file import load_plan, save_plan
 from autopar.rules import register_sharding_rule
 from autopar.runtime.module import ParallelModule
 from autopar.verification import VerifyReport
@@ -33,6 +35,7 @@ __all__ = [
     "InputError",
     "MeshError",
     "ParallelModule",
+    "Pareto",
     "Plan",
     "PlanError",
     "RuleError",
@@ -42,6 +45,9 @@ __all__ = [
     "VerifyReport",
     "load_plan",
     "parallelize",
+    "pareto",
+    "plan",
     "register_sharding_rule",
+    "save_plan",
     "verify",
 ]
