@@ -40,7 +40,8 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A built-in shape, a local directory with a Hugging Face config.json, or module:factory: a function in a "
+        # (No colon after `factory`: typer would show an emoji.)
+        help="A built-in shape, a local directory with a Hugging Face config.json, or module:factory, a function in a "
         "module of this directory that returns a module or (module, example_inputs). Shapes: "
         f"{', '.join(model_shapes())}.",
     ),

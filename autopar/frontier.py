@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from autopar.plan import Plan
-from autopar.show import as_text, format_bytes, format_time
+from autopar.show import as_text, format_time
 
 _GIB = 2**30
 
@@ -83,11 +84,16 @@ def _render(pareto: Pareto) -> str:
         if point is None:
             row += ["", "", "", f"nothing fits: the smallest budget that works is {pareto.smallest_feasible_gb:g} GiB"]
         else:
-            times = (format_bytes(point.peak_bytes), format_time(point.step_time_s), _gain(before, point))
-            row += [*times, _describe(point.plan)]
+            row += [_gib(point.peak_bytes), format_time(point.step_time_s), _gain(before, point)]
+            row += [_describe(point.plan)]
             before = point
         table.add_row(*row)
     return as_text([f"step time against memory on {pareto.cluster}", table])
+
+
+def _gib(num_bytes: int) -> str:
+    """Rounded up, so that it is a budget which works."""
+    return f"{math.ceil(num_bytes * 1000 / _GIB) / 1000:.3f} GiB"
 
 
 def _gain(before: ParetoPoint | None, point: ParetoPoint) -> str:
