@@ -3,7 +3,10 @@
 pm = autopar.parallelize(model, mesh, mem_gb=80)     # trace, plan, rewrite, shard the parameters in place
 print(pm.plan)                                       # per-layer placements, memory, step time, alternatives
 pm.export("debug/")                                  # the rewritten graph, readable and re-runnable
+plan = autopar.plan(model, "2x8 H100-80GB", example_inputs=batch)   # the same plan without the cluster
 """
+
+# `autopar.plan` is the function; `from autopar.plan import Plan` still finds the module of that name.
 
 from autopar.api import parallelize, verify
 from autopar.errors import (

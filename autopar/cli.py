@@ -9,8 +9,9 @@ from __future__ import annotations
 import enum
 import json
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -155,7 +156,7 @@ def _make_plan(
 ) -> tuple[str, Plan]:
     """Words for what is planned, and the plan."""
     described = Cluster.parse(cluster)
-    with _progress() as say:
+    with _progress() as say, _prints_to_stderr():
         say(f"reading {model}")
         call = find_model(
             model,
@@ -202,6 +203,20 @@ def _errors_as_exit_codes() -> Iterator[None]:
 def _fail(error: AutoparError, code: int) -> NoReturn:
     typer.echo(f"error: {error}", err=True)
     raise typer.Exit(code)
+
+
+@contextmanager
+def _prints_to_stderr() -> Iterator[None]:
+    """Keep standard output for the answer: HiGHS (1.12) writes to it whatever its options say, and so may a factory."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextmanager

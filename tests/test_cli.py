@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,7 +66,9 @@ def test_a_config_is_planned_saved_and_explained(config: Path) -> None:
     code, explained, _ = run("explain", str(file), "--module", block)
     assert (code, explained.rstrip("\n")) == (0, plan.explain(block))
     assert explained.startswith(f"{block} under ")
-    assert run("explain", str(config / "config.json"), *asked, "--module", block) == (0, explained, "")
+    code, explained, _ = run("explain", str(config / "config.json"), *asked, "--module", block, "--strategy", "ddp")
+    assert code == 0
+    assert explained.startswith(f"{block} under ddp on dp=4\n")
     code, _, err = run("explain", str(file), "--module", "transformer.h.9")
     assert code == 2
     assert "the plan knows no module 'transformer.h.9'" in err
@@ -119,11 +122,25 @@ def test_a_saved_plan_takes_no_options_of_planning(tmp_path: Path) -> None:
     assert err.startswith(f"error: {file}: ")
 
 
-def test_it_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "autopar", "plan", "gtp2", "--cluster", "4 cpu"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith("error: no model 'gtp2'")
+NOISY = """
+import os, torch
+
+def build():
+    print("from Python")
+    os.write(1, b"from a library\\n")
+    return torch.nn.Linear(4, 4), torch.empty(2, 4)
+"""
+
+
+def test_run_as_a_module_it_keeps_standard_output_for_the_answer(tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY)
+    command = [sys.executable, "-m", "autopar", "plan", "noisy:build", "--cluster", "2 cpu", "--strategy", "ddp"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("noisy:build: 20 parameters in float32\n\nautopar plan: ddp on mesh dp=2\n")
+    assert "from" not in ended.stdout
+    assert sorted(ended.stderr.splitlines()) == ["from Python", "from a library"]
 
 
 # ---- models by name ----

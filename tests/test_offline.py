@@ -41,13 +41,15 @@ def planned() -> autopar.Plan:
 # ---- what is planned offline runs on the cluster ----
 
 
-def runs_offline_plan(path: str) -> None:
+def runs_offline_plans(directory: str) -> None:
     torch.manual_seed(0)
     model = TinyGpt()
     example = tuple(t.chunk(4)[dist.get_rank()] for t in token_batch(8))
-    plan = autopar.load_plan(path)
-    assert autopar.parallelize(copy.deepcopy(model), 4, example_inputs=example).plan == plan
+    made_there = autopar.parallelize(copy.deepcopy(model), 4, strategy="fsdp+tp", example_inputs=example).plan
+    made_offline = autopar.load_plan(f"{directory}/fsdp+tp.json")
+    assert made_there == made_offline
     reference = copy.deepcopy(model).double()
+    plan = autopar.load_plan(f"{directory}/auto.json")
     pm = autopar.parallelize(model.double(), 4, strategy=plan, example_inputs=example)
     loss, expected = pm(*example)["loss"], reference(*token_batch(8))["loss"]
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
@@ -61,8 +63,10 @@ def runs_offline_plan(path: str) -> None:
 def test_a_plan_made_offline_is_the_one_made_there_and_runs(
     gloo4: RankPool, planned: autopar.Plan, tmp_path: Path
 ) -> None:
-    autopar.save_plan(planned, tmp_path / "plan.json")
-    gloo4.run(runs_offline_plan, str(tmp_path / "plan.json"))
+    autopar.save_plan(planned, tmp_path / "auto.json")
+    named = autopar.plan(meta_gpt(), "4 cpu", example_inputs=ONE_RANK, strategy="fsdp+tp")
+    autopar.save_plan(named, tmp_path / "fsdp+tp.json")
+    gloo4.run(runs_offline_plans, str(tmp_path))
 
 
 @pytest.mark.parametrize(("cluster", "strategy"), [("2x2 A100-80GB", "fsdp+tp"), ("2x2 H100-80GB", "auto")])
