@@ -23,7 +23,7 @@ from autopar.errors import (
 )
 from autopar.frontier import Pareto
 from autopar.offline import pareto, plan
-from autopar.plan import Plan
+from autopar.plan import Plan, break_even
 from autopar.plan_file import load_plan, save_plan
 from autopar.rules import register_sharding_rule
 from autopar.runtime.module import ParallelModule
@@ -46,6 +46,7 @@ __all__ = [
     "TraceError",
     "VerificationError",
     "VerifyReport",
+    "break_even",
     "load_plan",
     "parallelize",
     "pareto",

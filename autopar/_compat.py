@@ -6,6 +6,7 @@ Tested with torch 2.13.0.  When a name moves between versions, it is resolved he
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "TreeSpec",
+    "allocator_events",
     "around_calls",
     "below_autograd",
     "broadcast_coalesced",
@@ -71,6 +73,8 @@ __all__ = [
     "core_decompositions",
     "detect_fake_mode",
     "dtensor_like",
+    "fake_process_group",
+    "fsdp_memory_peaks",
     "is_value_read",
     "new_fake_mode",
     "shares_storage",
@@ -155,6 +159,54 @@ def shares_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that names a tensor's allocation as long as that lives; on the meta device too."""
     return int(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def allocator_events() -> Iterator[list[int]]:
+    """Fills the list, on leaving, with what PyTorch's CPU allocator gave (bytes) and took back (negative), in order.
+
+    Garbage is collected first, so that memory from before is not taken for memory given back.
+    """
+    gc.collect()
+    sizes: list[int] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        yield sizes
+    result = profile.profiler.kineto_results
+    events = [event for event in result.events() if event.name() == "[memory]"]
+    sizes += [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def fsdp_memory_peaks(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: tuple[torch.Tensor, ...],
+    step: Callable[[], None],
+    num_steps: int,
+) -> list[int]:
+    """Peak bytes on the CPU in each of `num_steps` calls, by PyTorch's tracker for modules under `fully_shard`."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    tracker = FSDPMemTracker(model, optimizer)
+    tracker.track_inputs(inputs)
+    peaks = []
+    with tracker:
+        for _ in range(num_steps):
+            step()
+            peaks.append(int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]))
+            tracker.reset_mod_stats()
+    return peaks
+
+
+@contextlib.contextmanager
+def fake_process_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """The default process group is one of `num_ranks` in which nobody answers: one rank can run alone in it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

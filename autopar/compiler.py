@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections import Counter
@@ -16,6 +17,7 @@ from torch import nn
 from autopar.cluster import Cluster, budget_bytes
 from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
 from autopar.cost_model.simulate import Simulation, Spent, simulate
+from autopar.cost_model.symbolic import symbolic_cost
 from autopar.describe import describe_params
 from autopar.errors import InfeasibleBudgetError, MeshError
 from autopar.explain import CHOSEN
@@ -25,6 +27,7 @@ from autopar.infeasible import infeasible
 from autopar.normalise import normalise
 from autopar.passes.pipeline import rewrite
 from autopar.plan import Candidate, ModuleCost, Plan, PlanReport
+from autopar.plan_cost import PlanCost
 from autopar.plan_file import check_plan_matches
 from autopar.planner import plan_named
 from autopar.program import LocalProgram
@@ -114,7 +117,7 @@ class Compiler:
         return self._report(joint, best, priced, budget)
 
     def candidates(self, joint: JointGraph) -> list[Priced]:
-        """Every strategy that is asked for and can use the mesh, simulated; for `auto`, the plans of the search after them;
+        """Every strategy that is asked for and can use the mesh, simulated; with `auto`, also the plans of the search;
         those of the last graph are kept.
 
         Raises:
@@ -170,6 +173,7 @@ class Compiler:
     def _report(self, joint: JointGraph, best: Priced, priced: Sequence[Priced], budget: int) -> Plan:
         sim = best.simulation
         words = describe_params(joint, best.plan)
+        program = rewrite(joint, best.plan, check=False)
         named = [p for p in priced if p.plan.strategy != AUTO or p is best]
         report = PlanReport(
             cluster=str(self.cluster),
@@ -178,14 +182,15 @@ class Compiler:
             compute_s=sim.compute_s,
             exposed_s=sim.exposed_s,
             memory=sim.memory,
-            rows=build_rows(joint, rewrite(joint, best.plan, check=False), words.__getitem__),
+            rows=build_rows(joint, program, words.__getitem__),
             candidates=tuple(_candidate(p, best, budget) for p in named),
             collective_bytes=sim.collective_bytes,
             num_searched=len(priced),
             bound_s=min(p.simulation.compute_s for p in priced),
             replicated_ops=replicated_ops(joint),
         )
-        return replace(best.plan, graph_fingerprint=joint.fingerprint(), report=report)
+        cost = PlanCost(functools.partial(symbolic_cost, joint, program, self.cluster, self.optimizer))
+        return replace(best.plan, graph_fingerprint=joint.fingerprint(), report=report, cost=cost)
 
     def _infeasible(self, joint: JointGraph, priced: Sequence[Priced], budget: int) -> InfeasibleBudgetError:
         smallest = min(priced, key=lambda p: p.simulation.memory.total)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import torch
 
+HASHED_AT_ONCE = 2**20
+"""Elements that random ops hash at once: bounds their integer temporaries to 8 MiB each."""
+
 
 def chunk_range(size: int, num_chunks: int, index: int) -> tuple[int, int]:
     """Start and length of a chunk of a dim of `size`, cut as `torch.chunk` does."""

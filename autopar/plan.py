@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.errors import PlanError
+from autopar.errors import InputError, PlanError
 from autopar.mesh import Mesh
 from autopar.placement import Sharding
+from autopar.plan_cost import PlanCost, crossing
 
 RECOMPUTE_LEVELS = ("selective", "full")
 """What a region computes again in the backward pass: all but products, attention and collectives; everything."""
@@ -64,6 +65,7 @@ class Plan:
         delay_reduction: reduce gradients once, after the whole backward pass (ZeRO-1), instead of as they arise.
         graph_fingerprint: digest of the traced graph that the plan was made for; empty if it was written by hand.
         report: what the planner predicted and compared; `None` on a plan that has not been priced.
+        cost: what it costs in symbols; `None` on a plan that has not been priced here: it is not saved with a plan.
     """
 
     strategy: str
@@ -74,6 +76,7 @@ class Plan:
     delay_reduction: bool = False
     graph_fingerprint: str = ""
     report: PlanReport | None = field(default=None, compare=False)
+    cost: PlanCost | None = field(default=None, compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -126,6 +129,34 @@ class Plan:
         from autopar.show import render_plan  # not at the top: it reads this module
 
         return render_plan(self)
+
+
+def break_even(plan_a: Plan, plan_b: Plan, symbol: str) -> float | None:
+    """The size at which two plans take the same time, so that the better choice changes.
+
+    Both are priced without overlap, as `plan.cost.symbolic().time_s` says, all other sizes being those they were
+    priced at.  Between a millionth and a million times that size, the crossing nearest to it (in ratio) is returned.
+
+    Args:
+        plan_a, plan_b: two priced plans of one model.
+        symbol: what varies: `batch`, `seq`, `hidden`, …, or a rate such as `link_dp_bytes_s`.
+
+    Returns:
+        The value, not rounded; None if one plan is faster throughout, or if they never differ.
+
+    Raises:
+        InputError: if a plan has no cost (it was written by hand or loaded from a file), or no such symbol.
+    """
+    costs = []
+    for plan in (plan_a, plan_b):
+        if plan.cost is None:
+            raise InputError(
+                f"the {plan.strategy!r} plan has no cost: it was loaded or written by hand and not priced since; "
+                "give it to parallelize, or plan again, and take the plan that comes back"
+            )
+        costs.append(plan.cost.symbolic())
+        costs[-1].check(symbol)
+    return crossing(costs[0], costs[1], symbol)
 
 
 @dataclass(frozen=True)

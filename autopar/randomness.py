@@ -20,14 +20,12 @@ from torch import Tensor, fx
 from autopar._compat import OpOverload
 from autopar.errors import TraceError
 from autopar.graph import GraphInput, InputKind, JointGraph
+from autopar.local_ops import HASHED_AT_ONCE
 from autopar.rules import Call, derives
 from autopar.rules_compute import constant as fill
 from autopar.writer import Writer
 
 aten = torch.ops.aten
-
-_CHUNK = 2**20
-"""Elements hashed at once: bounds the integer temporaries to 8 MiB each."""
 
 
 @torch.library.custom_op("autopar::uniform", mutates_args=())
@@ -54,7 +52,7 @@ def uniform(shape: Sequence[int], cuts: Sequence[int], seed: int, salt: int, dev
     out = torch.empty(list(shape), dtype=torch.float32, device=device)
     if not shape:
         return out.copy_(_hash(torch.zeros((), dtype=torch.int64, device=device) + key))
-    rows = max(1, _CHUNK // max(1, math.prod(shape[1:])))
+    rows = max(1, HASHED_AT_ONCE // max(1, math.prod(shape[1:])))
     for start in range(0, shape[0], rows):
         places = torch.full([1] * len(whole), key, dtype=torch.int64, device=device)
         for dim, (position, stride) in enumerate(zip(positions, strides, strict=True)):
@@ -88,17 +86,19 @@ def _mix_int(value: int) -> int:
 
 
 def _hash(value: Tensor) -> Tensor:
-    """SplitMix64's output function on int64, whose products wrap; the top 24 bits as a float."""
-    value = value * _signed(_GOLDEN)
-    value = (value ^ _shifted(value, 30)) * _signed(_FIRST)
-    value = (value ^ _shifted(value, 27)) * _signed(_SECOND)
-    value = value ^ _shifted(value, 31)
-    return torch.mul(_shifted(value, 40).to(torch.float32), 2.0**-24)
+    """SplitMix64's output function on int64, whose products wrap; the top 24 bits as a float.  Overwrites `value`, so
+    that one temporary of its size is all that is needed."""
+    value.mul_(_signed(_GOLDEN))
+    value.bitwise_xor_(_shifted(value, 30)).mul_(_signed(_FIRST))
+    value.bitwise_xor_(_shifted(value, 27)).mul_(_signed(_SECOND))
+    value.bitwise_xor_(_shifted(value, 31))
+    value.bitwise_right_shift_(40).bitwise_and_(2**24 - 1)
+    return value.to(torch.float32).mul_(2.0**-24)
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
     """Logical shift to the right; `>>` keeps the sign."""
-    return torch.bitwise_and(value >> bits, 2 ** (64 - bits) - 1)
+    return (value >> bits).bitwise_and_(2 ** (64 - bits) - 1)
 
 
 class _Draw(Writer):

@@ -22,7 +22,7 @@ from autopar.graph import JointGraph
 from autopar.layouts import MODES, Layout, find_layouts, storages
 from autopar.plan import RECOMPUTE_LEVELS, Plan
 from autopar.regions import find_regions, region_of
-from autopar.solver import Choice, OptionCost, Problem, peak, smallest, solve, step_time
+from autopar.solver import Choice, OptionCost, Problem, all_choices, peak, smallest, solve, step_time
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,16 @@ _BASE = Option("regathered", None)
 def search(joint: JointGraph, sizes: Sequence[int], ranks_per_node: int, price: Price) -> list[Priced]:
     """Plans of all layouts from the fastest to the smallest, simulated; in no order.
 
-    A choice is simulated unless a simulated plan is already as good as the choice is estimated to be, in time and in
-    memory.  (Estimates are optimistic: what hides a collective is shared, and each region counts on it.)
+    A small problem is simulated in full.  In a larger one a choice is simulated unless a simulated plan is already as
+    good as the choice is estimated to be, in time and in memory.  (Estimates are optimistic: what hides a collective is
+    shared, and each region counts on it.)
     """
     bases = [_LayoutSearch(joint, layout, price) for layout in find_layouts(joint, sizes, ranks_per_node)]
+    effort = len(joint.module.graph.nodes)
+    if sum(len(one.choosable) ** len(one.regions) for one in bases) * effort <= EXHAUSTED_NODES:
+        for one in bases:
+            one.run_all()
+        return [p for one in bases for p in one.priced.values()]
     by_time = sorted(bases, key=lambda s: s.simulate(_BASE).step_time_s)
     by_memory = sorted(bases, key=lambda s: s.simulate(_BASE).memory.total)
     proposals = []
@@ -70,7 +76,70 @@ def search(joint: JointGraph, sizes: Sequence[int], ranks_per_node: int, price: 
     for time_s, peak_bytes, one, options in sorted(proposals, key=lambda proposal: proposal[:2]):
         if not any(s.step_time_s <= time_s and s.memory.total <= peak_bytes for s in done):
             done.append(one.run(options))
+    _polish(bases, POLISHED_NODES // effort)
     return [p for one in bases for p in one.priced.values()]
+
+
+def _polish(searches: Sequence[_LayoutSearch], num_tries: int) -> None:
+    """Change one region's option at a time in the plans that are best under some budget, as long as that gives better
+    ones.  It finds what the estimates miss: regions whose savings depend on their neighbours'."""
+    tried: set[int] = set()
+    while num_tries > 0:
+        best = [(one, key) for one, key in _frontier(searches) if id(one.priced[key]) not in tried]
+        if not best:
+            return
+        one, key = best[0]
+        tried.add(id(one.priced[key]))
+        options = one.options[key]
+        for region in one.regions:
+            for option in one.choosable:
+                before = len(one.priced)
+                one.run({**options, region: option})
+                num_tries -= len(one.priced) - before
+                if num_tries <= 0:
+                    return
+
+
+def _frontier(searches: Sequence[_LayoutSearch]) -> list[tuple[_LayoutSearch, object]]:
+    """The simulated plans that no other beats in both time and memory, the fastest first."""
+    plans = [(p.simulation, one, key) for one in searches for key, p in one.priced.items()]
+    plans.sort(key=lambda plan: (plan[0].step_time_s, plan[0].memory.total))
+    found, least = [], math.inf
+    for simulation, one, key in plans:
+        if simulation.memory.total < least:
+            least = simulation.memory.total
+            found.append((one, key))
+    return found
+
+
+def _worth_trying(problem: Problem) -> list[Choice]:
+    """Choices from the smallest to the fastest: in a small problem all that may be best under some budget, as far as
+    estimates can tell; else the solutions for a row of limits."""
+    choices = all_choices(problem, MAX_CHOICES)
+    if choices is not None:
+        measured = [(peak(problem, c), step_time(problem, c), c) for c in choices]
+        shortest, kept = math.inf, []
+        for _, time_s, choice in sorted(measured):
+            if time_s <= shortest * (1 + _SLACK):
+                kept.append(choice)
+            shortest = min(shortest, time_s)
+        return kept
+    least, fastest = smallest(problem), solve(problem, math.inf)
+    low, high = peak(problem, least), peak(problem, fastest or least)
+    limits = (low + (high - low) * (i + 1) / NUM_LIMITS for i in range(NUM_LIMITS))
+    solutions = dict.fromkeys((least, *(solve(problem, limit) for limit in limits)))
+    return [choice for choice in solutions if choice is not None]
+
+
+EXHAUSTED_NODES, POLISHED_NODES = 20_000, 10_000
+"""How much simulation, in nodes of graphs, a problem may take to be tried in full, and how much goes into polishing
+others."""
+
+MAX_CHOICES = 400
+"""Up to so many choices in a layout are all looked at."""
+
+_SLACK = 0.02
+"""By how much an estimated time may be off."""
 
 
 @dataclass(eq=False)
@@ -81,8 +150,11 @@ class _LayoutSearch:
     layout: Layout
     price: Price
     priced: dict[object, Priced] = field(default_factory=dict)
+    options: dict[object, Mapping[str, Option]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        trains = self.joint.trains
+        self.choosable = OPTIONS if trains else tuple(o for o in OPTIONS if o.level is None and o.mode != "kept")
         self.regions = find_regions(self.joint)
         self.storage = storages(self.joint, self.layout)
         owners = {path: region_of(path.rpartition(".")[0], self.regions) for path in self.storage}
@@ -106,7 +178,13 @@ class _LayoutSearch:
         key = (tuple(plan.storage.items()), tuple(sorted(plan.recompute.items())))
         if key not in self.priced:
             self.priced[key] = Priced(plan, self.price(plan))
+            self.options[key] = options
         return self.priced[key].simulation
+
+    def run_all(self) -> None:
+        """Simulate every choice."""
+        for options in itertools.product(self.choosable, repeat=len(self.regions)):
+            self.run(dict(zip(self.regions, options, strict=True)))
 
     def simulate(self, option: Option) -> Simulation:
         """The same option everywhere."""
@@ -116,19 +194,15 @@ class _LayoutSearch:
 
     def proposals(self) -> Iterator[tuple[float, float, dict[str, Option]]]:
         """The best choices between the smallest memory and the least time, each with its estimated time and peak."""
-        options = OPTIONS if self.joint.trains else tuple(o for o in OPTIONS if o.level is None and o.mode != "kept")
+        options = self.choosable
         costs = self._costs(options)
         classes = self._classes(costs)
         problem = Problem(tuple(map(len, classes)), tuple(tuple(costs[c[0]]) for c in classes))
         base = self.simulate(_BASE)
         unowned_s = base.step_time_s - sum(spent.total_s for spent in base.by_module.values())  # the optimizer's step
-        least, fastest = smallest(problem), solve(problem, math.inf)
-        low, high = peak(problem, least), peak(problem, fastest or least)
-        limits = (low + (high - low) * (i + 1) / NUM_LIMITS for i in range(NUM_LIMITS))
-        for choice in dict.fromkeys((least, *(solve(problem, limit) for limit in limits))):
-            if choice is not None:
-                chosen = self._assign(classes, choice, options, problem)
-                yield step_time(problem, choice) + unowned_s, peak(problem, choice), chosen
+        for choice in _worth_trying(problem):
+            chosen = self._assign(classes, choice, options, problem)
+            yield step_time(problem, choice) + unowned_s, peak(problem, choice), chosen
 
     def _costs(self, options: Sequence[Option]) -> dict[str, list[OptionCost]]:
         """Each region's cost with each option.  How parameters rest and what is recomputed are taken to add up."""

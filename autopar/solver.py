@@ -7,8 +7,11 @@ the gradients); what comes and goes is there on top of either, as much as the gr
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -76,6 +79,23 @@ def solve(problem: Problem, limit: float) -> Choice | None:
     Of equally fast ones it takes one that needs little memory.
     """
     return _solve(problem, limit, by_time=True)
+
+
+def all_choices(problem: Problem, most: int) -> list[Choice] | None:
+    """Every choice of options that are not beaten by others, if there are no more than `most`."""
+    per_class = []
+    num = 1
+    for count, costs in zip(problem.counts, problem.costs, strict=True):
+        open_to = [i for i, cost in enumerate(costs) if not _beaten(cost, costs)]
+        num *= math.comb(count + len(open_to) - 1, count)
+        if num > most:
+            return None
+        per_class.append([_counted(taken, len(costs)) for taken in combinations_with_replacement(open_to, count)])
+    return list(itertools.product(*per_class))
+
+
+def _counted(taken: Sequence[int], num_options: int) -> tuple[int, ...]:
+    return tuple(taken.count(i) for i in range(num_options))
 
 
 def smallest(problem: Problem) -> Choice:

@@ -142,9 +142,11 @@ class Run:
         generator = torch.Generator().manual_seed(arguments.seed + 1)
         size = (shape.batch, shape.seq + 1)
         self.batches = []
+        whole = strategy == "tp"
         for _ in range(2):
             tokens = torch.randint(0, shape.vocab, size, generator=generator)
-            mine = tokens.chunk(cluster.num_ranks)[cluster.rank].to(cluster.device)
+            # Under tensor parallelism PyTorch's baselines feed every rank the whole batch; so does this.
+            mine = (tokens if whole else tokens.chunk(cluster.num_ranks)[cluster.rank]).to(cluster.device)
             self.batches.append((mine[:, :-1].contiguous(), mine[:, 1:].contiguous()))
         torch.manual_seed(arguments.seed)
         model: nn.Module = Transformer(shape).to(cluster.device)
@@ -153,6 +155,7 @@ class Run:
             model = autopar.parallelize(
                 model, cluster.mesh(), strategy=strategy.replace("_", "+"),
                 example_inputs=(self.batches[0], {}), optimizer=arguments.opt,
+                batch_dims={"0": None, "1": None} if whole else None,
             )  # fmt: skip
         kind = torch.optim.AdamW if arguments.opt == "adamw" else torch.optim.SGD
         self.model, self.optimizer = model, kind(model.parameters(), lr=arguments.lr, foreach=False)

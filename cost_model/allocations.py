@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import TorchDispatchMode, storage_id
 
 
-class AllocationTracker(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, counts the bytes of the storages that ops return, until each is freed.
 
     A storage counts once, however many views it has, from the op that returns it to the death of its last tensor.  The
@@ -26,14 +26,18 @@ class AllocationTracker(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
         self.peak_op = ""
         self._sizes: dict[int, int] = {}
 
     def hold(self, value: object) -> None:
         """Count tensors that exist already."""
-        self._register(value, counted=True)
+        for tensor in _tensors(value):
+            self._register(tensor, counted=False)
+            key, num_bytes = storage_id(tensor), tensor.untyped_storage().nbytes()
+            self.live_bytes += num_bytes - self._sizes[key]
+            self._sizes[key] = num_bytes
         self.reset_peak()
 
     def reset_peak(self) -> None:

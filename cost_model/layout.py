@@ -70,6 +70,8 @@ def _result(node: fx.Node, layouts: Layouts) -> Any:
         return layouts[node.all_input_nodes[0]]
     if _is_pointwise(target):
         return _like_operands(node, value, layouts)
+    if str(target._schema.name).startswith(_CHANNELS_KEEPING):
+        return _channels_like_operands(node, value, layouts)
     return _run(node, layouts) if _keeps_strides(target) else _dense(value)
 
 
@@ -97,6 +99,28 @@ def _like_operands(node: fx.Node, value: Any, layouts: Layouts) -> Any:
         if isinstance(layout, torch.Tensor) and layout.shape == value.shape and _fills_its_memory(layout):
             return torch.empty_strided(value.shape, layout.stride(), dtype=value.dtype, device="meta")
     return _dense(value)
+
+
+def _channels_like_operands(node: fx.Node, value: Any, layouts: Layouts) -> Any:
+    """Images and filters lie channels-last in the result if one does among the operands; all else is dense."""
+    operands = (layouts[operand] for operand in node.all_input_nodes)
+    last = any(
+        isinstance(t, torch.Tensor)
+        and t.dim() == 4
+        and t.is_contiguous(memory_format=torch.channels_last)
+        and not t.is_contiguous()
+        for t in operands
+    )
+
+    def lay(result: Any) -> Any:
+        if isinstance(result, (tuple, list)):
+            return tuple(map(lay, result))
+        dense = _dense(result)
+        if last and isinstance(dense, torch.Tensor) and dense.dim() == 4:
+            return dense.to(memory_format=torch.channels_last)
+        return dense
+
+    return lay(value)
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:
@@ -138,3 +162,9 @@ _POINTWISE = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
 _STRIDE_KEEPING = (
     "aten::_unsafe_view", "aten::_scaled_dot_product", "aten::scaled_dot_product_attention",
 )  # fmt: skip
+
+_CHANNELS_KEEPING = (
+    "aten::convolution", "aten::native_batch_norm", "aten::_native_batch_norm", "aten::max_pool2d", "aten::avg_pool2d",
+    "aten::_adaptive_avg_pool2d", "aten::upsample_",
+)  # fmt: skip
+"""Kernels that follow the memory format of images."""

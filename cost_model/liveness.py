@@ -4,7 +4,7 @@ Program order is the order of allocation.  A *block* is one allocation; views sh
 freed after the last node that uses it or a view of it, and the inputs of a node are alive while its outputs are made.
 What lives how long:
 
-* parameters and buffers at rest and the caller's inputs: always;
+* parameters and buffers at rest, constants of the graph and the caller's inputs: always;
 * a value saved for the backward pass: from where it is made to its last use there.  One that shares memory with a
   parameter at rest or an input costs nothing more.  Gathered parameters that a plan keeps are saved values;
 * module outputs: from where they are made to the end of the step, since the caller holds them;
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ from torch import fx
 
 from autopar._compat import OpOverload
 from autopar.cost_model.layout import Layouts
-from autopar.cost_model.ops import aliased_input, tensor_bytes, workspace_bytes
+from autopar.cost_model.ops import aliased_input, tensor_bytes
+from autopar.cost_model.workspaces import workspace_bytes
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
 from autopar.program import COLLECTIVE_KINDS, LocalGraph, LocalProgram
 
@@ -55,24 +57,29 @@ class Liveness:
     """The blocks of a program; made by `Liveness.of`.
 
     Attributes:
-        granularity: bytes that the allocator rounds blocks up to.
         layouts: strides of the program's values.
+        device_kind: `cuda` or `cpu`, which decides what ops take for themselves.
+        granularity: bytes that the allocator rounds blocks up to.
         copies_reduce_scatter: whether the backend sums a copy of a reduce-scatter's whole input, as gloo does.
         blocks: every block, in order of birth within a pass.
         steps: `pass:node` of every step.
     """
 
-    granularity: int
     layouts: Layouts
+    device_kind: str
+    granularity: int
     copies_reduce_scatter: bool
     blocks: list[Block] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
     _in_flight: dict[fx.Node, tuple[Block, ...]] = field(default_factory=dict)
+    _constants: dict[str, Blocks] = field(default_factory=dict)
 
     @staticmethod
-    def of(program: LocalProgram, layouts: Layouts, granularity: int, copies_reduce_scatter: bool) -> Liveness:
+    def of(
+        program: LocalProgram, layouts: Layouts, device_kind: str, granularity: int, copies_reduce_scatter: bool
+    ) -> Liveness:
         """Walk forward, then backward."""
-        liveness = Liveness(granularity, layouts, copies_reduce_scatter)
+        liveness = Liveness(layouts, device_kind, granularity, copies_reduce_scatter)
         held: list[Blocks] = []
         saved = liveness._run_forward(program.forward, held)
         if program.backward is not None:
@@ -155,7 +162,13 @@ class Liveness:
         if node.op == "output":
             return None
         module = node.meta.get("module", "")
-        if workspace := workspace_bytes(node):
+        if node.op == "get_attr":  # both passes hold the same tensor
+            name = str(node.target)
+            if name not in self._constants:
+                self._constants[name] = self._allocate(node.meta.get("val"), module, PARAM, 0)
+                self._use(self._constants[name], _ALWAYS)
+            return self._constants[name]
+        if workspace := workspace_bytes(node, self.layouts, self.device_kind):
             self._add(workspace, now, module)
         kind = COLLECTIVE_KINDS.get(node.target) if isinstance(node.target, OpOverload) else None
         if kind is not None and kind != "all_reduce":
@@ -202,6 +215,7 @@ class Liveness:
                 block.kind = kind
 
 
+_ALWAYS = sys.maxsize
 _KINDS = (PARAM, GRADIENT, OPTIMIZER, ACTIVATION, TEMPORARY)
 _PERMANENT = {InputKind.PARAM: PARAM, InputKind.BUFFER: PARAM, InputKind.INPUT: ACTIVATION}
 

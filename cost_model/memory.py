@@ -43,6 +43,10 @@ FRAGMENTATION_SHARE = 0.05
 """What PyTorch's caching allocator loses on blocks that come and go, relative to them; an estimate."""
 
 
+NUMBERS_BYTES = 64
+"""Numbers that an optimizer's step makes tensors of, such as the bias corrections."""
+
+
 @dataclass(frozen=True)
 class AtRest:
     """Bytes that one rank holds between steps, as tensors, without the allocator's rounding.
@@ -124,8 +128,8 @@ def memory_profile(
         InputError: if the optimizer is not known and cannot be measured.
     """
     layouts = layouts_of(program) if layouts is None else layouts
-    granularity = ALLOCATION_BYTES[cluster.device.kind]
-    liveness = Liveness.of(program, layouts, granularity, cluster.backend == "gloo")
+    kind = cluster.device.kind
+    liveness = Liveness.of(program, layouts, kind, ALLOCATION_BYTES[kind], cluster.backend == "gloo")
     if trained := _trained(program):
         _add_optimizer(liveness, trained, find_optimizer(optimizer))
     fixed, share = _reserve(program, cluster)
@@ -160,7 +164,7 @@ def _add_optimizer(liveness: Liveness, trained: Mapping[str, torch.Tensor], memo
         num_bytes = memory.state_bytes(param, liveness.granularity)
         liveness.blocks.append(Block(num_bytes, 0, last, OPTIMIZER, owner_of(path)))
     largest = max(trained, key=lambda path: tensor_bytes(trained[path]))
-    step_bytes = memory.step_bytes(list(trained.values()))
+    step_bytes = memory.step_bytes(list(trained.values())) + NUMBERS_BYTES
     liveness.blocks.append(Block(step_bytes, last, last, TEMPORARY, owner_of(largest)))
 
 

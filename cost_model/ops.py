@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -72,8 +73,16 @@ def node_flops(node: fx.Node) -> int:
 
     Attention counts the whole score matrix, causal or not.
     """
+    return sum(count * math.prod(map(int, dims)) for count, dims in flop_terms(node, lambda n: n.meta["val"].shape))
+
+
+def flop_terms(node: fx.Node, dims: Callable[[fx.Node], Sequence[Any]]) -> list[tuple[int, tuple[Any, ...]]]:
+    """The FLOPs of a node as a sum of products: a count and the dims that it is multiplied by.
+
+    `dims` gives the dims of a value: its shape, or symbols in its place.
+    """
     formula = _FLOPS.get(op_name(node)) if node.op == "call_function" else None
-    return formula(node) if formula else 0
+    return formula(node, dims) if formula else []
 
 
 def node_bytes(node: fx.Node, layouts: Layouts | None = None) -> int:
@@ -83,11 +92,14 @@ def node_bytes(node: fx.Node, layouts: Layouts | None = None) -> int:
     """
     if is_free(node, layouts):
         return 0
-    inputs = [n.meta.get("val") if layouts is None else layouts[n] for n in node.all_input_nodes]
-    written = tensor_bytes(node.meta.get("val"))
-    if op_name(node) in _LOOKUPS:
-        return 2 * written + sum(map(_read_bytes, inputs[1:]))
-    return written + sum(map(_read_bytes, inputs))
+    times, read = moved_parts(node)
+    inputs = (n.meta.get("val") if layouts is None else layouts[n] for n in read)
+    return times * tensor_bytes(node.meta.get("val")) + sum(map(_read_bytes, inputs))
+
+
+def moved_parts(node: fx.Node) -> tuple[int, list[fx.Node]]:
+    """How often a node moves its own result, and the inputs that it reads besides."""
+    return (2, node.all_input_nodes[1:]) if op_name(node) in _LOOKUPS else (1, node.all_input_nodes)
 
 
 def op_time(
@@ -139,17 +151,6 @@ def count_flops(graph: fx.Graph) -> int:
     return sum(node_flops(node) for node in graph.nodes)
 
 
-def workspace_bytes(node: fx.Node) -> int:
-    """Memory that an op takes for itself while it runs, where that is known and matters.
-
-    Fused attention's backward sums the gradient of a 16-bit query in float32.
-    """
-    if op_name(node) not in _ATTENTION_BACKWARD:
-        return 0
-    query = _value(node, 1)
-    return 4 * int(query.numel()) if query.element_size() < 4 else 0
-
-
 _SHARING_OPS = {"aten::_unsafe_view", "_c10d_functional::wait_tensor"}
 """Share their input's memory though their schema does not say so."""
 
@@ -172,10 +173,14 @@ def _as_node(value: object) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
 
 
-def _value(node: fx.Node, position: int) -> torch.Tensor:
+def _operand(node: fx.Node, position: int) -> fx.Node:
     argument = node.args[position]
     assert isinstance(argument, fx.Node), f"argument {position} of {node.format_node()} is not a tensor"
-    value = argument.meta["val"]
+    return argument
+
+
+def _value(node: fx.Node, position: int) -> torch.Tensor:
+    value = _operand(node, position).meta["val"]
     assert isinstance(value, torch.Tensor)
     return value
 
@@ -197,14 +202,13 @@ def _read_bytes(value: object) -> int:
     return sum(_read_bytes(v) for v in value) if isinstance(value, (tuple, list)) else 0
 
 
-def _contraction(left: int) -> Callable[[fx.Node], int]:
+Dims = Callable[[fx.Node], Sequence[Any]]
+Terms = list[tuple[int, tuple[Any, ...]]]
+
+
+def _contraction(left: int) -> Callable[[fx.Node, Dims], Terms]:
     """FLOPs of a product whose operand `left` has the summed dim last."""
-
-    def formula(node: fx.Node) -> int:
-        output = node.meta["val"]
-        return 2 * int(output.numel()) * int(_value(node, left).shape[-1])
-
-    return formula
+    return lambda node, dims: [(2, (*dims(node), dims(_operand(node, left))[-1]))]
 
 
 def _contraction_shape(node: fx.Node, left: int) -> tuple[int, int, int, int, int]:
@@ -216,35 +220,30 @@ def _contraction_shape(node: fx.Node, left: int) -> tuple[int, int, int, int, in
     return batch, m, total // max(1, batch * m), k, operand.element_size()
 
 
-def _convolution_flops(inputs: torch.Tensor, weight: torch.Tensor, outputs: torch.Tensor, transposed: bool) -> int:
+def _convolution(node: fx.Node, dims: Dims) -> Terms:
     """Each position of the output (of the input, when transposed) meets one filter of `weight[0]`'s size."""
-    positions = inputs if transposed else outputs
-    filter_size = int(weight.numel()) // max(1, int(weight.shape[0]))
-    return 2 * int(positions.numel()) * filter_size
+    positions = dims(_operand(node, 0)) if node.args[6] else dims(node)
+    return [(2, (*positions, *dims(_operand(node, 1))[1:]))]
 
 
-def _convolution(node: fx.Node) -> int:
-    return _convolution_flops(_value(node, 0), _value(node, 1), node.meta["val"], bool(node.args[6]))
-
-
-def _convolution_backward(node: fx.Node) -> int:
-    one = _convolution_flops(_value(node, 1), _value(node, 2), _value(node, 0), bool(node.args[7]))
+def _convolution_backward(node: fx.Node, dims: Dims) -> Terms:
     mask = node.args[10]
     assert isinstance(mask, (list, tuple))
-    return one * sum(bool(wanted) for wanted in mask[:2])
+    positions = dims(_operand(node, 1 if node.args[7] else 0))
+    return [(2 * sum(bool(wanted) for wanted in mask[:2]), (*positions, *dims(_operand(node, 2))[1:]))]
 
 
-def _attention(node: fx.Node) -> int:
-    query, key, value = (_value(node, i) for i in range(3))
-    scores = math.prod(query.shape[:-1]) * key.shape[-2]
-    return 2 * int(scores) * int(query.shape[-1] + value.shape[-1])
+def _attention(node: fx.Node, dims: Dims) -> Terms:
+    query, key, value = (dims(_operand(node, i)) for i in range(3))
+    scores = (*query[:-1], key[-2])
+    return [(2, (*scores, query[-1])), (2, (*scores, value[-1]))]
 
 
-def _attention_backward(node: fx.Node) -> int:
+def _attention_backward(node: fx.Node, dims: Dims) -> Terms:
     """The scores again, gradients of probabilities and values, gradients of queries and keys: five products."""
-    query, key, value = (_value(node, i) for i in range(1, 4))
-    scores = math.prod(query.shape[:-1]) * key.shape[-2]
-    return 2 * int(scores) * int(3 * query.shape[-1] + 2 * value.shape[-1])
+    query, key, value = (dims(_operand(node, i)) for i in range(1, 4))
+    scores = (*query[:-1], key[-2])
+    return [(6, (*scores, query[-1])), (4, (*scores, value[-1]))]
 
 
 def _is_causal(node: fx.Node) -> bool:
@@ -276,7 +275,7 @@ _CONTRACTIONS = {
 }
 """Products, and which argument is the operand that has the summed dim last."""
 
-_FLOPS: dict[str, Callable[[fx.Node], int]] = {
+_FLOPS: dict[str, Callable[[fx.Node, Dims], Terms]] = {
     **{name: _contraction(left) for name, left in _CONTRACTIONS.items()},
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,

@@ -255,7 +255,10 @@ def _keeps_dtype(narrow: torch.Tensor, wide: torch.Tensor) -> bool:
 
 
 def _extent(key: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> Extent:
-    for extent in (Extent.ELEMENTS, Extent.ONE, *((Extent.ROWS, Extent.COLUMNS) if len(shape) > 1 else ())):
+    extents = [Extent.ELEMENTS, Extent.ONE]
+    if len(shape) > 1:
+        extents += [Extent.ROWS, Extent.COLUMNS]
+    for extent in extents:
         if tensor.numel() == extent.count(shape):
             return extent
     raise ValueError(f"state {key!r} of shape {list(tensor.shape)} for a parameter {list(shape)} follows no known rule")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from autopar.cost_model.simulate import CONTENTION, Simulation, simulate
 from autopar.devices import GIB
 from autopar.graph import InputKind, OutputKind
 from autopar.mesh import Mesh
+from benchmarks import time_model
 from tests.test_cost_model import FOUR, ONE, Builder, program_of, single, toy_cluster
 
 aten = torch.ops.aten
@@ -240,3 +243,28 @@ def test_compiled_is_never_slower() -> None:
     assert simulate(program, cluster, fused=True).step_time_s < simulate(program, cluster).step_time_s
     eager = [op_time(n, cluster.device) for n in program.forward.module.graph.nodes]
     assert sum(eager) > simulate(program, cluster, fused=True).compute_s - cluster.device.kernel_launch_s
+
+
+def test_benchmark_of_published_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ops, runs, out = tmp_path / "ops.csv", tmp_path / "runs.csv", tmp_path / "out.json"
+    ops.write_text(
+        "hardware,op,shape,peak_TFLOPs,efficiency,achieved_TFLOPs,source\n"
+        'A100-SXM-80GB,cublasLt_fp16,"m=8192, n=8192, k=8192",312,0.813,253.7,here\n'
+        'A100-PCIe,sdp_fwd,"batch=1, seq_len=4096, head_num=32, kv_head_num=8, qk_head_dim=128, v_head_dim=128",'
+        "312,1.13,353.2,here\n"
+        "Z80,matmul,best found,1,1,1,nowhere\n"
+    )
+    runs.write_text(
+        "op,gpus,nodes,hardware,link,bytes,busbw_GBps,time_us,source,notes\n"
+        "all_reduce,8,1,H100-SXM5-80GB,NVLink4,1073741824,466.35,,here,\n"
+        "all_reduce,8,1,H100-SXM5-80GB,NVLink4,1073741824,1,,here,below-par fabric\n"
+        "sendrecv,8,1,H100-SXM5-80GB,NVLink4,1073741824,200,,here,\n"
+    )
+    time_model.main(["--ops", str(ops), "--collectives", str(runs), "--json", str(out)])
+    rows = json.loads(out.read_text())
+    assert [row["group"] for row in rows] == [
+        "A100-PCIe sdp_fwd", "A100-SXM-80GB cublasLt_fp16 sustained", "H100-80GB one node, 16 MiB and more",
+    ]  # fmt: skip
+    assert all(row["count"] == 1 and row["median_error"] < 0.15 for row in rows)
+    assert {"p90_error", "bias", "roofline_median_error", "roofline_p90_error"} <= rows[0].keys()
+    assert "| A100-PCIe sdp_fwd | 1 |" in capsys.readouterr().out

@@ -1,0 +1,209 @@
+"""The predicted peak of memory beside the measured one, per rank, model and strategy.
+
+    python -m benchmarks.memory --zoo FILE.py [--only NAME,NAME] [--strategies ddp,zero3,…] [--mesh 4|2x2] --json OUT
+
+FILE.py holds `REGISTRY`, as for `benchmarks.zoo`.  One process is one rank of a job in which nobody else answers: it
+runs what `autopar.parallelize` makes, forward, backward and a step of the optimizer, on real tensors.  Collectives are
+answered by stand-ins that allocate, and hold on to their inputs, as gloo does.  Parameters, buffers, inputs and the
+optimizer's state count from the start; what comes and goes in the step is read off PyTorch's CPU allocator, so that
+memory that ops take for themselves counts, too.  The step that is measured is the second one.  OUT is a list of
+
+    {"model", "strategy", "mesh", "predicted_bytes", "measured_bytes", "ratio", "tensor_bytes", "at_rest_bytes",
+     "predicted_at", "error"}
+
+`ratio` is predicted over measured: 1.0 or a little more is right, less than 1.0 is a prediction that breaks a budget.
+`tensor_bytes` is the peak of tensors that ops return, without what they take inside, and `at_rest_bytes` what there is
+between steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, fx, nn
+
+import autopar
+from autopar._compat import allocator_events, fake_process_group, storage_id
+from autopar.cluster import Cluster
+from autopar.cost_model.allocations import AllocationTracker
+from autopar.cost_model.memory import MemoryProfile, memory_profile
+from autopar.cost_model.optimizers import BuildOptimizer
+from autopar.mesh import parse_shape
+from autopar.program import COLLECTIVE_KINDS
+from benchmarks.zoo import WithLoss, describe, load_registry
+
+STRATEGIES = "ddp,zero3,tp,fsdp+tp"
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "adamw_foreach": partial(torch.optim.AdamW, foreach=True),
+    "sgd": torch.optim.SGD,
+}
+"""With `sgd`, whose step takes nothing, the peak is in the forward or backward pass."""
+
+
+class LoneRank(AllocationTracker):
+    """Counts allocations, and answers collectives of a group in which nobody else is.
+
+    The results have the right shape, and values that ranks with the same tensors would get but for the factor of a sum.
+    As with gloo, all but an all-reduce, which works on a copy, hold on to their input until they are waited for, and a
+    reduce-scatter sums a copy of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_flight: dict[int, tuple[Tensor, ...]] = {}
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            self._in_flight.pop(storage_id(args[0]), None)
+            return args[0]
+        kind = COLLECTIVE_KINDS.get(func)
+        if kind is None:
+            return func(*args, **kwargs)
+        operand: Tensor = args[0]
+        if kind in ("all_reduce", "all_to_all"):
+            result = operand.clone()
+        elif kind == "all_gather":
+            result = torch.cat([operand] * args[1])
+        else:
+            result = operand[: operand.shape[0] // args[2]].clone()
+        if kind != "all_reduce":
+            held = (operand, operand.clone()) if kind == "reduce_scatter" else (operand,)
+            self._register(held, counted=True)
+            self._in_flight[storage_id(result)] = held
+        return result
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """One step, after which gradients are freed; the caller holds outputs until the end."""
+    outputs = model(*args, **kwargs)
+    outputs[0].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def constants(module: fx.GraphModule) -> list[Any]:
+    """Tensors that a graph holds itself."""
+    return [attrgetter(str(node.target))(module) for node in module.graph.find_nodes(op="get_attr")]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of one rank: the peak at the allocator, the peak of the tensors that ops return, and between steps."""
+
+    peak: int
+    tensors: int
+    at_rest: int
+
+
+def measure(
+    model: nn.Module, strategy: str, sizes: tuple[int, ...], args: Any, kwargs: Any, build: BuildOptimizer
+) -> tuple[MemoryProfile, Measured]:
+    """Predicted and measured memory of the first rank, inside a `fake_process_group`, for a module that returns its
+    loss first."""
+    num_ranks = math.prod(sizes)
+    parallel = autopar.parallelize(model, sizes, strategy=strategy, example_inputs=(args, kwargs), optimizer=build)
+    optimizer = build(parallel.parameters())
+    program = parallel.compiled_steps[-1].program
+    profile = memory_profile(program, Cluster.of_live("cpu", num_ranks, num_ranks), optimizer)
+    with LoneRank():
+        train_step(parallel, optimizer, args, kwargs)
+    gc.collect()
+    with LoneRank() as tracker:
+        tracker.hold([list(parallel.parameters()), list(parallel.buffers()), args, kwargs])
+        tracker.hold([list(state.values()) for state in optimizer.state.values()])
+        tracker.hold([constants(graph.module) for graph in program.graphs])
+        at_rest = tracker.live_bytes
+        with allocator_events() as events:
+            train_step(parallel, optimizer, args, kwargs)
+    return profile, Measured(at_rest + max(accumulate(events), default=0), tracker.peak_bytes, at_rest)
+
+
+def check(entry: Any, strategy: str, mesh: str, batch: int, optimizer: str) -> dict[str, Any]:
+    """One row of the result."""
+    row: dict[str, Any] = {
+        "model": entry.name, "strategy": strategy, "mesh": mesh, "predicted_bytes": None, "measured_bytes": None,
+        "ratio": None, "tensor_bytes": None, "at_rest_bytes": None, "predicted_at": None, "error": None,
+    }  # fmt: skip
+    sizes = parse_shape(mesh)
+    try:
+        model = WithLoss(entry.build(), entry.loss_fn)
+        args, kwargs = entry.make_batch(batch // math.prod(sizes), 0)
+        profile, measured = measure(model, strategy, sizes, args, kwargs, OPTIMIZERS[optimizer])
+        row |= {
+            "predicted_bytes": profile.peak.total, "measured_bytes": measured.peak,
+            "ratio": profile.peak.total / measured.peak, "tensor_bytes": measured.tensors,
+            "at_rest_bytes": measured.at_rest, "predicted_at": profile.peak_at,
+        }  # fmt: skip
+    except Exception as error:  # noqa: BLE001  one model that breaks must not hide the others
+        row["error"] = describe(error)
+    return row
+
+
+def print_table(rows: list[dict[str, Any]], console: Console) -> None:
+    """Every row, and how far off the predictions are."""
+    table = Table("model", "strategy", "mesh", "predicted_bytes", "measured_bytes", "ratio")
+    for row in rows:
+        figures = ("error", "", "") if row["error"] else (
+            f"{row['predicted_bytes']:,}", f"{row['measured_bytes']:,}", f"{row['ratio']:.3f}"
+        )  # fmt: skip
+        table.add_row(row["model"], row["strategy"], row["mesh"], *figures)
+    console.print(table)
+    for row in rows:
+        if row["error"]:
+            console.print(f"{row['model']} {row['strategy']}: {row['error'][:300]}", markup=False, highlight=False)
+    ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
+    if ratios:
+        under = sum(ratio < 1 for ratio in ratios)
+        console.print(
+            f"{len(ratios)} of {len(rows)} measured: ratios {min(ratios):.3f} to {max(ratios):.3f}, {under} under"
+        )
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="benchmarks.memory", description=__doc__, formatter_class=raw)
+    parser.add_argument("--zoo", type=Path, required=True, metavar="FILE.py")
+    parser.add_argument("--only", metavar="NAME,NAME", help="these models; all without it")
+    parser.add_argument("--strategies", default=STRATEGIES)
+    parser.add_argument("--mesh", default="4", help="4 or 2x2")
+    parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces every start
+    registry = load_registry(arguments.zoo.resolve())
+    names = arguments.only.split(",") if arguments.only else list(registry)
+    unknown = [name for name in names if name not in registry]
+    if unknown:
+        parser.error(f"no model {', '.join(unknown)} in {arguments.zoo}; there are {', '.join(registry)}")
+    rows: list[dict[str, Any]] = []
+    with fake_process_group(math.prod(parse_shape(arguments.mesh))):
+        for name in names:
+            for strategy in arguments.strategies.split(","):
+                rows.append(check(registry[name], strategy, arguments.mesh, arguments.batch, arguments.optimizer))
+                row = rows[-1]
+                print(name, strategy, row["error"] or f"{row['ratio']:.3f}", flush=True)
+                if arguments.json:  # after every row, so that nothing is lost if the process dies
+                    arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+                gc.collect()
+    print_table(rows, Console(width=max(Console().width, 90)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Predicted peaks beside those that the allocator really sees, on one rank of the real runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar._compat import fake_process_group
+from benchmarks import memory
+from benchmarks.memory import LoneRank, measure
+from tests import tiny_models
+
+RANKS = 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _alone() -> Iterator[None]:
+    with fake_process_group(RANKS):
+        yield
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
+        output = self.model(*args)
+        loss = output["loss"] if isinstance(output, dict) else output if output.dim() == 0 else output.square().mean()
+        return (loss, output["logits"]) if isinstance(output, dict) else (loss,)
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.second, self.head = nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.second(torch.relu(self.norm(self.first(x))))).mean((2, 3)))
+
+
+MODELS: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
+    "parameters dominate": (
+        partial(tiny_models.TinyGpt, vocab=64, width=64, seq=8), tiny_models.token_batch(1, seq=4, vocab=64),
+    ),
+    "activations dominate": (
+        partial(tiny_models.TinyGpt, dropout=0.1, seq=64), tiny_models.token_batch(8, seq=64, vocab=32),
+    ),
+    "grouped heads": (tiny_models.Llama, tiny_models.token_batch(2, seq=16, vocab=24)),
+    "convolutions": (Conv, (torch.randn(2, 3, 16, 16),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tp", "fsdp+tp"])
+@pytest.mark.parametrize("name", MODELS)
+def test_never_under_and_at_most_a_tenth_over(name: str, strategy: str) -> None:
+    build, batch = MODELS[name]
+    profile, measured = measure(WithLoss(build()), strategy, (RANKS,), batch, {}, torch.optim.AdamW)
+    assert measured.at_rest < measured.tensors <= measured.peak
+    assert measured.peak <= profile.peak.total <= 1.1 * measured.peak
+    assert sum(live.num_bytes for live in profile.live_at_peak) == profile.peak.total
+    if name != "convolutions":  # all but what convolutions take inside is exact
+        assert profile.peak.total <= 1.01 * measured.peak
+
+
+FOREACH = partial(torch.optim.AdamW, foreach=True, amsgrad=True)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, FOREACH])
+def test_other_optimizers(optimizer: Any) -> None:
+    build, batch = MODELS["parameters dominate"]
+    profile, measured = measure(WithLoss(build()), "zero3", (RANKS,), batch, {}, optimizer)
+    assert measured.peak <= profile.peak.total <= 1.1 * measured.peak
+
+
+def test_stand_ins_hold_what_gloo_holds() -> None:
+    c10d = torch.ops._c10d_functional
+    with LoneRank() as tracker:
+        x = torch.zeros(8)  # 32 bytes
+        gathered = c10d.all_gather_into_tensor(x, 4, "axis")
+        assert (tuple(gathered.shape), tracker.live_bytes) == ((32,), 32 + 128)
+        del x
+        assert tracker.live_bytes == 32 + 128
+        gathered = c10d.wait_tensor(gathered)
+        assert tracker.live_bytes == 128
+        part = c10d.reduce_scatter_tensor(gathered, "sum", 4, "axis")
+        assert (tuple(part.shape), tracker.live_bytes) == ((8,), 128 + 128 + 32)
+        c10d.wait_tensor(part)
+        assert tracker.live_bytes == 128 + 32
+        total = c10d.all_reduce(part, "sum", "axis")
+        del part
+        assert (tuple(total.shape), tracker.live_bytes) == ((8,), 128 + 32)
+
+
+def test_benchmark_rows() -> None:
+    entry = SimpleNamespace(
+        name="small",
+        build=lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)),
+        make_batch=lambda rows, seed: ((torch.ones(rows, 4),), {}),
+        loss_fn=lambda output: output.square().mean(),
+    )
+    row = memory.check(entry, "zero3", "4", 8, "adamw")
+    assert row["error"] is None
+    assert (row["model"], row["strategy"], row["mesh"]) == ("small", "zero3", "4")
+    assert row["at_rest_bytes"] < row["tensor_bytes"] <= row["measured_bytes"] <= row["predicted_bytes"]
+    assert row["ratio"] == row["predicted_bytes"] / row["measured_bytes"] <= 1.1
+    broken = memory.check(SimpleNamespace(name="broken", build=lambda: 1 // 0), "ddp", "4", 8, "adamw")
+    assert "ZeroDivisionError" in broken["error"]
+    assert broken.keys() == row.keys()
