@@ -106,7 +106,7 @@ def _gain(before: ParetoPoint | None, point: ParetoPoint) -> str:
 def _describe(plan: Plan) -> str:
     levels = list(plan.recompute.values())
     counts = [f"{levels.count(level)} {level}" for level in dict.fromkeys(levels)]
-    return f"{plan.strategy} on {plan.mesh}" + (f", recomputes {', '.join(counts)}" if counts else "")
+    return f"{plan.strategy} on {plan.mesh}" + (f"; regions recomputed: {', '.join(counts)}" if counts else "")
 
 
 __all__ = ["Pareto", "ParetoPoint", "fastest_by_peak"]

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -192,7 +193,8 @@ def _from_factory(text: str) -> tuple[nn.Module, Any]:
         with torch.device("meta"):
             made = factory()
     except Exception as error:  # whatever the user's code raises, with its place
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next((f for f in reversed(frames) if not f.filename.startswith(_LIBRARIES)), frames[-1])
         raise InputError(
             f"{text} failed at {frame.filename}:{frame.lineno} ({type(error).__name__}: {error}). It is called with "
             'the meta device as the default: what needs real values goes under `with torch.device("cpu"):` in it'
@@ -202,6 +204,9 @@ def _from_factory(text: str) -> tuple[nn.Module, Any]:
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return made
     raise InputError(f"{text} must return a module or (module, example_inputs), not {type(made).__name__}")
+
+
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 def _import_factory(text: str) -> Callable[[], Any]:

@@ -254,7 +254,7 @@ def test_a_factory_may_leave_the_inputs_of_a_language_model_out(factories: str) 
     ("factory", "options", "message"),
     [
         ("alone", {}, r"return \(module, example_inputs\)"),
-        ("reads_values", {}, r"failed at .*:\d+ \(.*meta device as the default"),
+        ("reads_values", {}, r"failed at \S*factories_\d+\.py:\d+ \(.*meta device as the default"),
         ("number", {}, "is a int: name a function"),
         ("missing", {}, "cannot import .*:missing from .*: AttributeError"),
         ("pair", {"batch": 4}, "brings its own example inputs"),
