@@ -13,9 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_op import OneOp, assert_same, assignment_of, legal_cuts, one_op, run_whole
-from rule_cases import CASES, Case, case, f
+from rule_cases import CASES as GENERAL
+from rule_cases import Case, case, f
+from rule_cases_image import IMAGES
 
-from autopar import rules, rules_compute, rules_view  # noqa: F401  (the latter two fill the table)
+from autopar import rules, rules_compute, rules_image, rules_view  # noqa: F401  (all but the first fill the table)
 from autopar._compat import OpOverloadPacket
 from autopar.errors import RuleError
 from autopar.mesh import Mesh
@@ -25,6 +27,7 @@ from autopar.rules import OpRule, parse_rule, register_sharding_rule, rule_for
 aten = torch.ops.aten
 GRID = Mesh(("dp", "tp"), (2, 2))
 OBLONG = Mesh(("dp", "tp"), (2, 3))
+CASES = [*GENERAL, *IMAGES]
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
 
 
