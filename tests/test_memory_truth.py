@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
         partial(tiny_models.TinyGpt, dropout=0.1, seq=64), tiny_models.token_batch(8, seq=64, vocab=32),
     ),
     "grouped heads": (tiny_models.Llama, tiny_models.token_batch(2, seq=16, vocab=24)),
-    "convolutions": (Conv, (torch.randn(2, 3, 16, 16),)),
+    "convolutions": (Conv, (torch.randn(8, 3, 16, 16),)),
 }  # fmt: skip
 
 
