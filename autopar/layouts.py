@@ -49,17 +49,19 @@ class Layout:
 
 
 def find_layouts(joint: JointGraph, sizes: Sequence[int], ranks_per_node: int) -> list[Layout]:
-    """The layouts that are worth pricing on a mesh of these sizes; equal ones once."""
+    """The layouts that are worth pricing on a mesh of these sizes, those of the named strategies first; equal ones
+    once."""
     total, batch = math.prod(sizes), batch_refs(joint)
-    layouts = [Layout("data", Mesh(("dp",), (total,)), (batch,))]
-    meshes = [Mesh(("tp",), (total,))]
-    for pair in two_axes(sizes, ranks_per_node):
-        layouts.append(Layout("data, in groups", Mesh(("dp", "fsdp"), pair), (batch, batch)))
-        meshes.append(Mesh(("dp", "tp"), pair))
+    pairs = two_axes(sizes, ranks_per_node)
+    meshes = [Mesh(("tp",), (total,)), *(Mesh(("dp", "tp"), pair) for pair in pairs)]
+    layouts = [(0, Layout("data", Mesh(("dp",), (total,)), (batch,)))]
+    layouts += [(0, Layout("data, in groups", Mesh(("dp", "fsdp"), pair), (batch, batch))) for pair in pairs]
     for mesh in meshes:
         outer = (batch,) * (mesh.num_axes - 1)
-        layouts += [Layout(name, mesh, (*outer, inner)) for name, inner in _inner(joint, mesh, batch)]
-    return list({(layout.mesh, layout.factors): layout for layout in layouts if any(layout.factors)}.values())
+        for rank, (name, inner) in enumerate(_inner(joint, mesh, batch)):
+            layouts.append((rank, Layout(name, mesh, (*outer, inner))))
+    layouts.sort(key=lambda ranked: ranked[0])
+    return list({(one.mesh, one.factors): one for _, one in layouts if any(one.factors)}.values())
 
 
 def two_axes(sizes: Sequence[int], ranks_per_node: int) -> list[tuple[int, int]]:

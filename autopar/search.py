@@ -61,8 +61,9 @@ def search(joint: JointGraph, sizes: Sequence[int], ranks_per_node: int, price: 
     good as the choice is estimated to be, in time and in memory.  (Estimates are optimistic: what hides a collective is
     shared, and each region counts on it.)
     """
-    bases = [_LayoutSearch(joint, layout, price) for layout in find_layouts(joint, sizes, ranks_per_node)]
     effort = len(joint.module.graph.nodes)
+    layouts = find_layouts(joint, sizes, ranks_per_node)[: max(MIN_LAYOUTS, LAYOUT_NODES // effort)]
+    bases = [_LayoutSearch(joint, layout, price) for layout in layouts]
     if sum(len(one.choosable) ** len(one.regions) for one in bases) * effort <= EXHAUSTED_NODES:
         for one in bases:
             one.run_all()
@@ -130,6 +131,9 @@ def _worth_trying(problem: Problem) -> list[Choice]:
     solutions = dict.fromkeys((least, *(solve(problem, limit) for limit in limits)))
     return [choice for choice in solutions if choice is not None]
 
+
+LAYOUT_NODES, MIN_LAYOUTS = 40_000, 8
+"""How much simulation, in nodes of graphs, goes into first plans of layouts, and how many layouts there are at least."""
 
 EXHAUSTED_NODES, POLISHED_NODES = 20_000, 10_000
 """How much simulation, in nodes of graphs, a problem may take to be tried in full, and how much goes into polishing

@@ -1,6 +1,7 @@
 """The predicted peak of memory beside the measured one, per rank, model and strategy.
 
-    python -m benchmarks.memory --zoo FILE.py [--only NAME,NAME] [--strategies ddp,zero3,…] [--mesh 4|2x2] --json OUT
+    python -m benchmarks.memory --zoo FILE.py [--only NAME,NAME] [--strategies ddp,zero3,…] [--mesh 4|2x2]
+        [--recompute none|selective|full] --json OUT
 
 FILE.py holds `REGISTRY`, as for `benchmarks.zoo`.  One process is one rank of a job in which nobody else answers: it
 runs what `autopar.parallelize` makes, forward, backward and a step of the optimizer, on real tensors.  Collectives are
@@ -8,8 +9,8 @@ answered by stand-ins that allocate, and hold on to their inputs, as gloo does. 
 optimizer's state count from the start; what comes and goes in the step is read off PyTorch's CPU allocator, so that
 memory that ops take for themselves counts, too.  The step that is measured is the second one.  OUT is a list of
 
-    {"model", "strategy", "mesh", "predicted_bytes", "measured_bytes", "ratio", "tensor_bytes", "at_rest_bytes",
-     "predicted_at", "error"}
+    {"model", "strategy", "mesh", "recompute", "predicted_bytes", "measured_bytes", "ratio", "tensor_bytes",
+     "at_rest_bytes", "predicted_at", "error"}
 
 `ratio` is predicted over measured: 1.0 or a little more is right, less than 1.0 is a prediction that breaks a budget.
 `tensor_bytes` is the peak of tensors that ops return, without what they take inside, and `at_rest_bytes` what there is
@@ -24,7 +25,7 @@ import json
 import math
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
@@ -39,11 +40,15 @@ from torch import Tensor, fx, nn
 import autopar
 from autopar._compat import allocator_events, fake_process_group, storage_id
 from autopar.cluster import Cluster
+from autopar.compiler import Compiler
 from autopar.cost_model.allocations import AllocationTracker
 from autopar.cost_model.memory import MemoryProfile, memory_profile
 from autopar.cost_model.optimizers import BuildOptimizer
 from autopar.mesh import parse_shape
+from autopar.plan import RECOMPUTE_LEVELS
+from autopar.planner import plan_named
 from autopar.program import COLLECTIVE_KINDS
+from autopar.regions import find_regions
 from benchmarks.zoo import WithLoss, describe, load_registry
 
 STRATEGIES = "ddp,zero3,tp,fsdp+tp"
@@ -110,8 +115,24 @@ class Measured:
     at_rest: int
 
 
+def recomputing(
+    model: nn.Module, strategy: str, sizes: tuple[int, ...], args: Any, kwargs: Any, level: str
+) -> autopar.Plan:
+    """A named strategy's plan with every region of the model at one level of recomputation."""
+    num_ranks = math.prod(sizes)
+    compiler = Compiler(model, sizes, Cluster.of_live("cpu", num_ranks, num_ranks))
+    joint = compiler.trace(args, kwargs, train=True)
+    plan = plan_named(strategy, joint, sizes, num_ranks)
+    return replace(plan, recompute={} if level == "none" else dict.fromkeys(find_regions(joint), level))
+
+
 def measure(
-    model: nn.Module, strategy: str, sizes: tuple[int, ...], args: Any, kwargs: Any, build: BuildOptimizer
+    model: nn.Module,
+    strategy: str | autopar.Plan,
+    sizes: tuple[int, ...],
+    args: Any,
+    kwargs: Any,
+    build: BuildOptimizer,
 ) -> tuple[MemoryProfile, Measured]:
     """Predicted and measured memory of the first rank, inside a `fake_process_group`, for a module that returns its
     loss first."""
@@ -133,17 +154,19 @@ def measure(
     return profile, Measured(at_rest + max(accumulate(events), default=0), tracker.peak_bytes, at_rest)
 
 
-def check(entry: Any, strategy: str, mesh: str, batch: int, optimizer: str) -> dict[str, Any]:
+def check(entry: Any, strategy: str, mesh: str, batch: int, optimizer: str, level: str) -> dict[str, Any]:
     """One row of the result."""
     row: dict[str, Any] = {
-        "model": entry.name, "strategy": strategy, "mesh": mesh, "predicted_bytes": None, "measured_bytes": None,
-        "ratio": None, "tensor_bytes": None, "at_rest_bytes": None, "predicted_at": None, "error": None,
+        "model": entry.name, "strategy": strategy, "mesh": mesh, "recompute": level, "predicted_bytes": None,
+        "measured_bytes": None, "ratio": None, "tensor_bytes": None, "at_rest_bytes": None, "predicted_at": None,
+        "error": None,
     }  # fmt: skip
     sizes = parse_shape(mesh)
     try:
         model = WithLoss(entry.build(), entry.loss_fn)
         args, kwargs = entry.make_batch(batch // math.prod(sizes), 0)
-        profile, measured = measure(model, strategy, sizes, args, kwargs, OPTIMIZERS[optimizer])
+        plan = recomputing(model, strategy, sizes, args, kwargs, level)
+        profile, measured = measure(model, plan, sizes, args, kwargs, OPTIMIZERS[optimizer])
         row |= {
             "predicted_bytes": profile.peak.total, "measured_bytes": measured.peak,
             "ratio": profile.peak.total / measured.peak, "tensor_bytes": measured.tensors,
@@ -183,6 +206,7 @@ def main() -> None:
     parser.add_argument("--mesh", default="4", help="4 or 2x2")
     parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--recompute", choices=("none", *RECOMPUTE_LEVELS), default="none", help="in every region")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -196,7 +220,8 @@ def main() -> None:
     with fake_process_group(math.prod(parse_shape(arguments.mesh))):
         for name in names:
             for strategy in arguments.strategies.split(","):
-                rows.append(check(registry[name], strategy, arguments.mesh, arguments.batch, arguments.optimizer))
+                chosen = (arguments.mesh, arguments.batch, arguments.optimizer, arguments.recompute)
+                rows.append(check(registry[name], strategy, *chosen))
                 row = rows[-1]
                 print(name, strategy, row["error"] or f"{row['ratio']:.3f}", flush=True)
                 if arguments.json:  # after every row, so that nothing is lost if the process dies
