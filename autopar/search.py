@@ -133,7 +133,7 @@ def _worth_trying(problem: Problem) -> list[Choice]:
 
 
 LAYOUT_NODES, MIN_LAYOUTS = 40_000, 8
-"""How much simulation, in nodes of graphs, goes into first plans of layouts, and how many layouts there are at least."""
+"""How much simulation, in nodes of graphs, goes into layouts' first plans, and how many layouts there are at least."""
 
 EXHAUSTED_NODES, POLISHED_NODES = 20_000, 10_000
 """How much simulation, in nodes of graphs, a problem may take to be tried in full, and how much goes into polishing
