@@ -46,8 +46,9 @@ def infeasible(
     tried = ", ".join(f"{name} {format_bytes(total)}" for name, total in peaks.items())
     return InfeasibleBudgetError(
         f"no candidate fits {format_bytes(budget)} on one device; the smallest budget that works is mem_gb={gb:g} with "
-        f"{smallest.plan.strategy} on {smallest.plan.mesh}{beyond}. "
-        f"Its peak, at {smallest.simulation.peak_at}: {largest}; by module: {modules}. Smallest peaks: {tried}. What would help: {_help(memory, optimizer, reprice)}",
+        f"{smallest.plan.strategy} on {smallest.plan.mesh}{beyond}. Its peak, at {smallest.simulation.peak_at}: "
+        f"{largest}; by module: {modules}. Smallest peaks: {tried}. "
+        f"What would help: {_help(memory, optimizer, reprice)}",
         gb,
     )
 

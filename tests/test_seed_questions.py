@@ -74,7 +74,8 @@ def state_bytes(plan: Plan, program: LocalProgram) -> int:
     return rest.optimizer + params + grads
 
 
-# S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, Table 1: gigabytes of model states per device for each degree of data parallelism.
+# S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, Table 1:
+# gigabytes of model states per device for each degree of data parallelism.
 ZERO_TABLE: Mapping[tuple[float, str], Mapping[int, float]] = {
     (7.5, "zero1"): {1: 120, 4: 52.5, 16: 35.6, 64: 31.4, 256: 30.4, 1024: 30.1},
     (7.5, "zero2"): {1: 120, 4: 41.3, 16: 21.6, 64: 16.6, 256: 15.4, 1024: 15.1},
