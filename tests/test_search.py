@@ -193,6 +193,8 @@ def test_the_searched_plans_compute_what_a_single_device_does(tiny: Subject, siz
 
 # ---------------------------------------------------------------------------------------------- what plans promise
 
+PROMISED_ON = ("4 cpu", "2x2 cpu @ 100mbit", "2x2 H100-80GB")
+
 
 @functools.cache
 def gpt(cluster: str, layers: int = 1) -> tuple[Remembering, JointGraph]:
@@ -209,7 +211,7 @@ def ladder(compiler: Compiler, joint: JointGraph, num: int) -> list[int]:
     return [peaks[i * (len(peaks) - 1) // (num - 1)] for i in range(num)]
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("cluster", PROMISED_ON)
 def test_auto_is_within_the_budget_not_beaten_by_a_named_strategy_and_no_slower_with_more_memory(cluster: str) -> None:
     compiler, joint = gpt(cluster)
     named = {p.plan.strategy: p.simulation for p in compiler.candidates(joint) if p.plan.strategy != "auto"}
@@ -230,20 +232,15 @@ def test_auto_is_within_the_budget_not_beaten_by_a_named_strategy_and_no_slower_
 
 
 def test_planning_twice_gives_the_same_plan() -> None:
-    first, joint = gpt("4 cpu")
-    again, other = planning(first.model, joint_inputs(), "4 cpu", "4")
+    first, joint = random_stack(1, 2, "4 cpu")
+    again, other = random_stack.__wrapped__(1, 2, "4 cpu")
     budget = ladder(first, joint, 14)[4]
     one, two = plan_under(first, joint, budget), plan_under(again, other, budget)
     assert one == two
     assert str(one) == str(two)
 
 
-def joint_inputs() -> tuple[Tensor, Tensor]:
-    ids = torch.empty(16, 32, dtype=torch.long, device="meta")
-    return ids, ids
-
-
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("cluster", PROMISED_ON)
 def test_the_budget_that_the_error_names_works_and_less_does_not(cluster: str) -> None:
     compiler, joint = gpt(cluster)
     compiler.mem_gb = 0.001

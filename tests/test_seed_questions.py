@@ -162,7 +162,7 @@ def verdict(plan: Plan, strategy: str) -> str:
 @pytest.mark.parametrize("cluster", ["8xA100-80GB", "4 cpu"])
 def test_a_tiny_model_is_not_sharded(cluster: str) -> None:
     with torch.device("meta"):
-        model = Loss(TinyGpt(vocab=512, width=128, heads=4, seq=32))
+        model = Loss(TinyGpt(vocab=512, width=128, heads=4, layers=1, seq=32))
         ids = torch.empty(32, 32, dtype=torch.long)
     compiler, joint = asked(model, ids, cluster)
     plan = compiler.plan(joint)
