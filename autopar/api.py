@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def parallelize(
     example_inputs: Any = None,
     batch_dims: Mapping[str, int | None] | None = None,
     optimizer: OptimizerLike = "adamw",
+    cluster: Cluster | str | None = None,
 ) -> ParallelModule:
     """Shard a model over a mesh: trace, plan, rewrite, and turn its parameters into DTensors in place.
 
@@ -56,9 +58,12 @@ def parallelize(
             same on every rank.
         optimizer: whose memory counts against the budget: a name (`adamw`, `sgd`, …), a `torch.optim` class, or an
             instance, whose class and options count.
+        cluster: what the ranks run on, for prices alone, where the usual rates of the device and its links are not
+            those at hand: a `Cluster`, or a description such as `"2x8 H100-80GB @ 400gbit"`.  Memory stays the live
+            device's.
 
     Raises:
-        MeshError: if the mesh does not fit the running ranks.
+        MeshError: if the mesh does not fit the running ranks, or the cluster has another number of ranks.
         InfeasibleBudgetError: if nothing fits; says the smallest budget that does.
         TraceError: if the model cannot be traced to one graph.
     """
@@ -70,7 +75,7 @@ def parallelize(
     compiler = Compiler(
         model,
         sizes,
-        Cluster.of_live(device_mesh.device_type, device_mesh.size(), ranks_per_node()),
+        _priced_cluster(device_mesh, cluster),
         mem_gb,
         AUTO if isinstance(strategy, Plan) else strategy,
         optimizer,
@@ -168,6 +173,23 @@ def ranks_per_node() -> int:
     world = dist.get_world_size() if dist.is_initialized() else 1
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return local if 0 < local <= world and world % local == 0 else world
+
+
+def _priced_cluster(mesh: DeviceMesh, described: Cluster | str | None) -> Cluster:
+    """The live ranks, or the description of them with the live device's memory."""
+    live = Cluster.of_live(mesh.device_type, mesh.size(), ranks_per_node())
+    if described is None:
+        return live
+    cluster = Cluster.parse(described) if isinstance(described, str) else described
+    if not isinstance(cluster, Cluster):
+        raise InputError(f'cluster must be a Cluster or a text such as "2x8 H100-80GB", got {described!r}')
+    if cluster.num_ranks != live.num_ranks:
+        raise MeshError(f"cluster {cluster} has {cluster.num_ranks} ranks, but the mesh has {live.num_ranks}")
+    if cluster.device.kind != live.device.kind:
+        raise InputError(
+            f"cluster {cluster} is of {cluster.device.kind} devices, but the mesh is of {live.device.kind}"
+        )
+    return replace(cluster, device=replace(cluster.device, memory_bytes=live.device.memory_bytes))
 
 
 def _live_mesh(model: nn.Module, mesh: MeshLike) -> DeviceMesh:

@@ -196,7 +196,8 @@ class Compiler:
         smallest = min(priced, key=lambda p: p.simulation.memory.total)
         program = rewrite(joint, smallest.plan, check=False)
         name = find_optimizer(self.optimizer).name
-        return infeasible(priced, budget, name, lambda other: simulate(program, self.cluster, other))
+        usable = self.cluster.device.memory_bytes
+        return infeasible(priced, budget, usable, name, lambda other: simulate(program, self.cluster, other))
 
     def _warn_replicated(self, joint: JointGraph) -> None:
         new = {name: n for name, n in replicated_ops(joint).items() if name not in self._warned}

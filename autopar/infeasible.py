@@ -16,12 +16,15 @@ Reprice = Callable[[str], Simulation]
 """What the smallest plan needs with the optimizer of a name."""
 
 
-def infeasible(priced: Sequence[Priced], budget: int, optimizer: str, reprice: Reprice) -> InfeasibleBudgetError:
+def infeasible(
+    priced: Sequence[Priced], budget: int, usable: int, optimizer: str, reprice: Reprice
+) -> InfeasibleBudgetError:
     """The error for a budget under which none of the simulated plans fits.
 
     Args:
         priced: every plan that was simulated.
         budget: bytes on one device.
+        usable: bytes that the device has.
         optimizer: name of the one that was asked for.
         reprice: simulates the plan with the smallest peak with another optimizer.
     """
@@ -39,11 +42,13 @@ def infeasible(priced: Sequence[Priced], budget: int, optimizer: str, reprice: R
     for p in priced:
         total = p.simulation.memory.total
         peaks[p.plan.strategy] = min(total, peaks.get(p.plan.strategy, total))
+    beyond = f", more than the {format_bytes(usable)} that the device has" if memory.total > usable else ""
     tried = ", ".join(f"{name} {format_bytes(total)}" for name, total in peaks.items())
     return InfeasibleBudgetError(
         f"no candidate fits {format_bytes(budget)} on one device; the smallest budget that works is mem_gb={gb:g} with "
-        f"{smallest.plan.strategy} on {smallest.plan.mesh}. Its peak, at {smallest.simulation.peak_at}: {largest}; "
-        f"by module: {modules}. Smallest peaks: {tried}. What would help: {_help(memory, optimizer, reprice)}",
+        f"{smallest.plan.strategy} on {smallest.plan.mesh}{beyond}. Its peak, at {smallest.simulation.peak_at}: "
+        f"{largest}; by module: {modules}. Smallest peaks: {tried}. "
+        f"What would help: {_help(memory, optimizer, reprice)}",
         gb,
     )
 

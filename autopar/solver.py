@@ -145,7 +145,8 @@ def _solve(problem: Problem, limit: float | None, by_time: bool) -> Choice | Non
         longest = sum(n * cost.time_s for n, (_, cost) in zip(counts, flat, strict=True)) or 1.0
         objective[:num] = [cost.time_s / longest for _, cost in flat]
     objective[top] = _TIE if by_time else 1.0
-    high = np.concatenate([counts, np.ones(num), [np.inf, np.inf if limit is None else limit / size]])
+    # No peak is larger than `size`; a bound that is infinite makes HiGHS call wrong solutions optimal.
+    high = np.concatenate([counts, np.ones(num), [1.0, 1.0 if limit is None else min(1.0, limit / size)]])
     matrix = csr_array(
         (
             [v for row in rows for v in row.values()],
@@ -154,7 +155,7 @@ def _solve(problem: Problem, limit: float | None, by_time: bool) -> Choice | Non
         shape=(len(rows), 2 * num + 2),
     )
     result = milp(
-        objective,
+        _SCALE * objective,
         constraints=LinearConstraint(matrix, lower, upper),
         bounds=Bounds(np.zeros(2 * num + 2), high),
         integrality=np.concatenate([np.ones(2 * num), np.zeros(2)]),
@@ -182,6 +183,9 @@ def _beaten(cost: OptionCost, others: Sequence[OptionCost]) -> bool:
 def _measures(cost: OptionCost) -> tuple[float, ...]:
     return (cost.time_s, cost.rest + cost.saved, cost.rest + cost.grads, cost.transient)
 
+
+_SCALE = 1e4
+"""HiGHS stops at an absolute gap of 1e-6, which must be small even beside the weight of memory."""
 
 _TIE = 1e-7
 """Weight of memory beside time, both relative: it decides between choices that are equally fast."""

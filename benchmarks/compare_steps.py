@@ -45,8 +45,8 @@ class Pair:
     failure: str = ""
 
 
-def run_in_netlab(arguments: argparse.Namespace, rate: str, program: list[str]) -> dict[str, Any]:
-    """Run one benchmark on the emulated hosts and return its JSON line.
+def run_in_netlab(arguments: argparse.Namespace, rate: str, program: list[str]) -> list[dict[str, Any]]:
+    """Run one benchmark on the emulated hosts and return its JSON lines.
 
     Raises:
         RuntimeError: if it failed, with the end of its output.
@@ -61,7 +61,7 @@ def run_in_netlab(arguments: argparse.Namespace, rate: str, program: list[str]) 
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode or not out.exists():
             raise RuntimeError(f"exit status {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}")
-        return dict(json.loads(out.read_text().splitlines()[-1]))
+        return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 def compare(arguments: argparse.Namespace, pair: Pair, rate: str) -> None:
@@ -76,7 +76,7 @@ def compare(arguments: argparse.Namespace, pair: Pair, rate: str) -> None:
         results: dict[int, dict[str, Any]] = {}
         for which in order:
             try:
-                results[which] = run_in_netlab(arguments, rate, programs[which])
+                (results[which],) = run_in_netlab(arguments, rate, programs[which])
             except RuntimeError as error:
                 pair.failure = f"{'autopar' if which else 'PyTorch'}: {error}"
                 return

@@ -55,6 +55,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--bucket-mb", type=float, default=25, help="of the DDP baseline; no effect here")
     parser.add_argument("--max-seconds", type=float, default=0, help="time about so long at most; all ranks agree")
+    parser.add_argument("--cluster", help="price plans for this cluster, such as '2x1 cpu @ 100mbit'")
+    parser.add_argument("--mem-gb", type=float, help="memory budget of auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="append the JSON line to this file")
     parser.add_argument("--tag", default="")
@@ -155,7 +157,8 @@ class Run:
             model = autopar.parallelize(
                 model, cluster.mesh(), strategy=strategy.replace("_", "+"),
                 example_inputs=(self.batches[0], {}), optimizer=arguments.opt,
-                batch_dims={"0": None, "1": None} if whole else None,
+                batch_dims={"0": None, "1": None} if whole else None, cluster=arguments.cluster,
+                mem_gb=arguments.mem_gb if strategy == "auto" else None,
             )  # fmt: skip
         kind = torch.optim.AdamW if arguments.opt == "adamw" else torch.optim.SGD
         self.model, self.optimizer = model, kind(model.parameters(), lr=arguments.lr, foreach=False)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopar.errors import TraceError, VerificationError
-from benchmarks import compare_steps, step, zoo
+from benchmarks import auto_steps, compare_steps, planner, step, zoo
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = ["model", "strategy", "mesh", "ok", "refused", "max_rel_err", "sharded_flops_fraction", "error", "seconds"]
@@ -174,3 +174,49 @@ def test_comparison_row_shows_ratio_spread_and_bytes() -> None:
     assert row.count("|") == compare_steps.HEADER.splitlines()[0].count("|")
     pair.failure = "no"
     assert compare_steps.table_row(pair).count("|") == row.count("|")
+
+
+def test_auto_row_shows_prediction_and_measurement() -> None:
+    def line(strategy: str, seconds: float) -> dict[str, Any]:
+        plan = {"strategy": strategy, "mesh": "dp=2", "step_time_s": 0.5, "peak_bytes": 50 * 2**20}
+        return {"strategy": strategy, "median_s": seconds, "losses": [1.0], "plan": plan}
+
+    slow, fast = auto_steps.rows(
+        "narrow", "47", {"ddp": [line("ddp", 1.0), line("ddp", 2.0)], "auto": [line("zero2", 0.6)]}
+    )[::-1]
+    assert fast.startswith(
+        "| narrow | 47 MiB | **auto** (zero2 on dp=2) | 0.500 | 0.600 (0.600–0.600) | 1.20 | 50.0 (over)"
+    )
+    assert "| ddp | 0.500 | 1.500 (1.000–2.000) | 3.00 |" in slow
+    assert slow.count("|") == auto_steps.HEADER.splitlines()[0].count("|")
+
+
+def test_planner_rows_show_every_broken_promise() -> None:
+    row = {"model": "m", "cluster": "c", "mesh": "dp=2", "strategy": "auto", "named": "ddp", "named_s": 2.0}
+    good = {**row, "budget_bytes": 10, "peak_bytes": 9, "step_time_s": 1.0, "speedup": 2.0}
+    alone = {**good, "budget_bytes": 5, "peak_bytes": 5, "step_time_s": 1.5, "named": None, "speedup": None}
+    assert planner.faults([alone, good]) == []
+    assert planner.summary([alone, good]).count("|") == planner.HEADER.splitlines()[0].count("|")
+    bad = {**good, "budget_bytes": 20, "peak_bytes": 21, "step_time_s": 1.2, "speedup": 0.9}
+    assert [fault.rpartition(": ")[2] for fault in planner.faults([alone, good, bad])] == [
+        "over the budget", "slower than with less memory", "slower than ddp",
+    ]  # fmt: skip
+
+
+def test_planner_benchmark_keeps_its_promises_on_a_model() -> None:
+    case = planner.Case(SumOfIds, 1, 8)
+    rows = [{"model": "toy", "cluster": "4 cpu", **row} for row in planner.plan_case(case, "4 cpu", 5)]
+    assert planner.faults(rows) == []
+    assert list(rows[0]) == [
+        "model", "cluster", "budget_bytes", "peak_bytes", "step_time_s", "strategy", "mesh", "named", "named_s",
+        "speedup",
+    ]  # fmt: skip
+
+
+class SumOfIds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.table(ids)).square().mean()

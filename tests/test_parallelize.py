@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.cluster import Cluster
 from autopar.strategies import STRATEGIES
 
 STEPS = 3
@@ -227,6 +228,27 @@ def wrong_calls() -> None:
 
 def test_wrong_calls_are_refused_on_every_rank(gloo4: RankPool) -> None:
     gloo4.run(wrong_calls)
+
+
+def priced_for_described_clusters() -> list[float]:
+    inputs, times = mine(*token_batch(8)), []
+    for cluster in ("1x4 cpu", "2x2 cpu @ 10mbit", Cluster.parse("2x2 cpu @ 1mbit")):
+        pm = autopar.parallelize(TinyGpt(), 4, strategy="ddp", example_inputs=inputs, cluster=cluster)
+        assert pm.plan.report is not None
+        assert pm.plan.report.budget_bytes == Cluster.of_live("cpu", 4, 4).device.memory_bytes
+        times.append(pm.plan.step_time_s)
+    with pytest.raises(autopar.MeshError, match=r"cluster 1×2 cpu \(gloo\) has 2 ranks, but the mesh has 4"):
+        autopar.parallelize(TinyGpt(), 4, cluster="2 cpu")
+    with pytest.raises(autopar.InputError, match=r"cluster 1×4 A100-80GB \(nccl\) is of cuda devices, but .* of cpu"):
+        autopar.parallelize(TinyGpt(), 4, cluster="4 A100-80GB")
+    with pytest.raises(autopar.InputError, match=r"cluster must be a Cluster or a text .*, got 4"):
+        autopar.parallelize(TinyGpt(), 4, cluster=4)  # type: ignore[arg-type]
+    return times
+
+
+def test_a_described_cluster_changes_prices_alone(gloo4: RankPool) -> None:
+    for inside, slow, slower in gloo4.run(priced_for_described_clusters):
+        assert inside < slow < slower
 
 
 def test_without_processes_the_error_says_how_to_start_them() -> None:
