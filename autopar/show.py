@@ -197,7 +197,10 @@ def _header(plan: Plan) -> str:
     if report is None:
         return f"{lines[0]}, not priced"
     budget = "none" if report.budget_bytes is None else f"{format_bytes(report.budget_bytes)} per device"
-    lines.append(f"cluster {report.cluster}, budget {budget}, predicted peak {format_bytes(report.memory.total)}")
+    precision = f", precision {report.precision}" if report.precision else ""
+    lines.append(
+        f"cluster {report.cluster}{precision}, budget {budget}, predicted peak {format_bytes(report.memory.total)}"
+    )
     lines.append(
         f"step {format_time(report.step_time_s)} = compute {format_time(report.compute_s)}"
         f" + collectives that nothing hides {format_time(report.exposed_s)}"
