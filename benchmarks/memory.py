@@ -1,6 +1,7 @@
 """The predicted peak of memory beside the measured one, per rank, model and strategy.
 
-    python -m benchmarks.memory --zoo FILE.py [--only NAME,NAME] [--strategies ddp,zero3,…] [--mesh 4|2x2] --json OUT
+    python -m benchmarks.memory --zoo FILE.py [--only NAME,NAME] [--strategies ddp,zero3,…] [--mesh 4|2x2]
+        [--precision bf16] --json OUT
 
 FILE.py holds `REGISTRY`, as for `benchmarks.zoo`.  One process is one rank of a job in which nobody else answers: it
 runs what `autopar.parallelize` makes, forward, backward and a step of the optimizer, on real tensors.  Collectives are
@@ -43,6 +44,7 @@ from autopar.cost_model.allocations import AllocationTracker
 from autopar.cost_model.memory import MemoryProfile, memory_profile
 from autopar.cost_model.optimizers import BuildOptimizer
 from autopar.mesh import parse_shape
+from autopar.precision import PRECISIONS
 from autopar.program import COLLECTIVE_KINDS
 from benchmarks.zoo import WithLoss, describe, load_registry
 
@@ -111,12 +113,20 @@ class Measured:
 
 
 def measure(
-    model: nn.Module, strategy: str, sizes: tuple[int, ...], args: Any, kwargs: Any, build: BuildOptimizer
+    model: nn.Module,
+    strategy: str,
+    sizes: tuple[int, ...],
+    args: Any,
+    kwargs: Any,
+    build: BuildOptimizer,
+    precision: str | None = None,
 ) -> tuple[MemoryProfile, Measured]:
     """Predicted and measured memory of the first rank, inside a `fake_process_group`, for a module that returns its
     loss first."""
     num_ranks = math.prod(sizes)
-    parallel = autopar.parallelize(model, sizes, strategy=strategy, example_inputs=(args, kwargs), optimizer=build)
+    parallel = autopar.parallelize(
+        model, sizes, strategy=strategy, example_inputs=(args, kwargs), optimizer=build, precision=precision
+    )
     optimizer = build(parallel.parameters())
     program = parallel.compiled_steps[-1].program
     profile = memory_profile(program, Cluster.of_live("cpu", num_ranks, num_ranks), optimizer)
@@ -133,7 +143,9 @@ def measure(
     return profile, Measured(at_rest + max(accumulate(events), default=0), tracker.peak_bytes, at_rest)
 
 
-def check(entry: Any, strategy: str, mesh: str, batch: int, optimizer: str) -> dict[str, Any]:
+def check(
+    entry: Any, strategy: str, mesh: str, batch: int, optimizer: str, precision: str | None = None
+) -> dict[str, Any]:
     """One row of the result."""
     row: dict[str, Any] = {
         "model": entry.name, "strategy": strategy, "mesh": mesh, "predicted_bytes": None, "measured_bytes": None,
@@ -143,7 +155,7 @@ def check(entry: Any, strategy: str, mesh: str, batch: int, optimizer: str) -> d
     try:
         model = WithLoss(entry.build(), entry.loss_fn)
         args, kwargs = entry.make_batch(batch // math.prod(sizes), 0)
-        profile, measured = measure(model, strategy, sizes, args, kwargs, OPTIMIZERS[optimizer])
+        profile, measured = measure(model, strategy, sizes, args, kwargs, OPTIMIZERS[optimizer], precision)
         row |= {
             "predicted_bytes": profile.peak.total, "measured_bytes": measured.peak,
             "ratio": profile.peak.total / measured.peak, "tensor_bytes": measured.tensors,
@@ -183,6 +195,7 @@ def main() -> None:
     parser.add_argument("--mesh", default="4", help="4 or 2x2")
     parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--precision", choices=PRECISIONS, help="what the model computes in; as it is without it")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -196,7 +209,8 @@ def main() -> None:
     with fake_process_group(math.prod(parse_shape(arguments.mesh))):
         for name in names:
             for strategy in arguments.strategies.split(","):
-                rows.append(check(registry[name], strategy, arguments.mesh, arguments.batch, arguments.optimizer))
+                settings = (arguments.mesh, arguments.batch, arguments.optimizer, arguments.precision)
+                rows.append(check(registry[name], strategy, *settings))
                 row = rows[-1]
                 print(name, strategy, row["error"] or f"{row['ratio']:.3f}", flush=True)
                 if arguments.json:  # after every row, so that nothing is lost if the process dies
