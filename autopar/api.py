@@ -19,6 +19,7 @@ from autopar.cost_model.optimizers import OptimizerLike
 from autopar.errors import InputError, MeshError
 from autopar.lifting import lift_joint, lift_program
 from autopar.mesh import parse_shape
+from autopar.passes.defer import defer_reductions
 from autopar.plan import Plan
 from autopar.runtime.execution import CompiledStep
 from autopar.runtime.module import ParallelModule
@@ -91,7 +92,7 @@ def parallelize(
 
     def compile_step(args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, plan: Plan) -> CompiledStep:
         joint = compiler.trace(args, kwargs, train)
-        return CompiledStep(compiler.compile(joint, plan), joint.output_tree.rebuild)
+        return CompiledStep(compiler.compile(joint, plan), joint.output_tree.rebuild, defer_reductions)
 
     module = ParallelModule(model, device_mesh, compile=compile_step, flatten=flatten_inputs, decide=decide)
     if example_inputs is not None:

@@ -5,7 +5,6 @@ Preserves numerics exactly: shapes are still global, and a reshard of a global v
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -122,7 +121,7 @@ class _Insertion:
         happens to, such as the backward of a lookup whose rows are the same for the whole batch.
         """
         narrow: torch.dtype = value.meta["val"].dtype
-        widest = max((n.meta["val"].dtype for n in self.gradients), key=attrgetter("itemsize"), default=narrow)
+        widest = max((n.meta["val"].dtype for n in self.gradients), key=_width, default=narrow)
         if not narrow.is_floating_point or not value.meta["backward"] or widest.itemsize <= narrow.itemsize:
             return narrow
         if batch_dim(self.analysis, self.batch, value) is not None:
@@ -132,8 +131,8 @@ class _Insertion:
             new = set(stack.pop().users) - reached
             reached |= new
             stack += new
-        rests = [node.meta["val"].dtype for node in reached & self.gradients]
-        return max([narrow, *rests], key=attrgetter("itemsize"))
+        rests: list[torch.dtype] = [node.meta["val"].dtype for node in reached & self.gradients]
+        return max([narrow, *rests], key=_width)
 
     def _cast(self, copy: fx.Node, dtype: torch.dtype, meta: dict[str, Any]) -> fx.Node:
         """A copied node in another dtype, if it has not got it already."""
@@ -156,6 +155,10 @@ class _Insertion:
         cuts = tuple(cut if same else None for cut, same in zip(decided.cuts, kept, strict=True))
         meta = {**value.meta, "backward": reader.meta["backward"], "sharding": target, "cuts": cuts}
         return add_call(self.graph, value.target, args, kwargs, {**meta, "rule": decided.rule})
+
+
+def _width(dtype: torch.dtype) -> int:
+    return dtype.itemsize
 
 
 def gathers(source: Sharding, target: Sharding) -> bool:

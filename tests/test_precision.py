@@ -183,7 +183,7 @@ def test_casting_early_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TinyGpt(vocab=33)  # which does not divide
     ids, targets = token_batch(8, vocab=33)
     joint = traced(model, ids, targets)
-    values = {spec: tensor for spec, tensor in _values(joint, model, ids, targets)}
+    values = dict(_values(joint, model, ids, targets))
     for strategy, sizes in (("zero3", (4,)), ("fsdp+tp", (2, 2))):
         early, _ = run_all_ranks(program_of(joint, strategy, *sizes), values)
         with monkeypatch.context() as patch:
