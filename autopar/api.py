@@ -40,6 +40,7 @@ def parallelize(
     batch_dims: Mapping[str, int | None] | None = None,
     optimizer: OptimizerLike = "adamw",
     precision: str | None = None,
+    accumulate: int = 1,
 ) -> ParallelModule:
     """Shard a model over a mesh: trace, plan, rewrite, and turn its parameters into DTensors in place.
 
@@ -63,6 +64,8 @@ def parallelize(
         precision: `"bf16"` to compute in bfloat16 while parameters rest, and gradients are summed over the ranks, in
             their own dtype (see `autopar.precision` for `"fp16"` and what is cast where).  None: the model computes in
             the dtypes of its tensors, or those of `torch.autocast` around the call.
+        accumulate: how many forward and backward passes your loop makes before a step of the optimizer, for the
+            predictions of time and memory; the program is the same (see `ParallelModule.no_sync`).
 
     Raises:
         InputError: if there is no such strategy, optimizer or precision.
@@ -84,6 +87,7 @@ def parallelize(
         optimizer,
         batch_dims,
         precision=precision,
+        accumulate=accumulate,
     )
 
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:

@@ -19,7 +19,7 @@ from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
 from autopar.cost_model.simulate import Simulation, Spent, simulate
 from autopar.cost_model.symbolic import symbolic_cost
 from autopar.describe import describe_params
-from autopar.errors import InfeasibleBudgetError, MeshError
+from autopar.errors import InfeasibleBudgetError, InputError, MeshError
 from autopar.explain import CHOSEN
 from autopar.factors import analyse
 from autopar.graph import JointGraph
@@ -56,6 +56,7 @@ class Compiler:
         batch_dims: overrides of the batch dim, per input path.
         around_trace: makes a context in which the model is traced.
         precision: what the model computes in, a name in `PRECISIONS`; None: as its tensors' dtypes give.
+        accumulate: micro-steps to one step of the optimizer.
     """
 
     model: nn.Module
@@ -67,6 +68,7 @@ class Compiler:
     batch_dims: Mapping[str, int | None] | None = None
     around_trace: Callable[[], AbstractContextManager[Any]] = nullcontext
     precision: str | None = None
+    accumulate: int = 1
     _traced: tuple[object, JointGraph] | None = field(default=None, repr=False)
     _priced: tuple[JointGraph, list[Priced]] | None = field(default=None, repr=False)
     _warned: set[str] = field(default_factory=set, repr=False)
@@ -74,6 +76,8 @@ class Compiler:
     def __post_init__(self) -> None:
         self.optimizer = find_optimizer(self.optimizer)  # measured once, and refused before any work
         compute_dtype(self.precision)
+        if self.accumulate < 1:
+            raise InputError(f"accumulate={self.accumulate}: an optimizer's step takes at least 1 micro-step")
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, local: bool = True) -> JointGraph:
         """The normalised joint graph for all ranks together; the last one is kept.
@@ -148,7 +152,10 @@ class Compiler:
         return Priced(plan, self._simulate(joint, plan))
 
     def _simulate(self, joint: JointGraph, plan: Plan) -> Simulation:
-        return simulate(rewrite(joint, plan, check=False), self.cluster, self.optimizer)
+        return self._run(rewrite(joint, plan, check=False), self.optimizer)
+
+    def _run(self, program: LocalProgram, optimizer: OptimizerLike) -> Simulation:
+        return simulate(program, self.cluster, optimizer, accumulate=self.accumulate)
 
     def given(self, joint: JointGraph, plan: Plan) -> Plan:
         """A plan that the user brought, checked against the graph and the budget, and priced.
@@ -193,6 +200,7 @@ class Compiler:
             bound_s=min(p.simulation.compute_s for p in priced),
             replicated_ops=replicated_ops(joint),
             precision=self.precision or "",
+            accumulate=self.accumulate,
         )
         cost = PlanCost(functools.partial(symbolic_cost, joint, program, self.cluster, self.optimizer))
         return replace(best.plan, graph_fingerprint=joint.fingerprint(), report=report, cost=cost)
@@ -201,7 +209,7 @@ class Compiler:
         smallest = min(priced, key=lambda p: p.simulation.memory.total)
         program = rewrite(joint, smallest.plan, check=False)
         name = find_optimizer(self.optimizer).name
-        return infeasible(priced, budget, name, lambda other: simulate(program, self.cluster, other))
+        return infeasible(priced, budget, name, lambda other: self._run(program, other))
 
     def _warn_replicated(self, joint: JointGraph) -> None:
         new = {name: n for name, n in replicated_ops(joint).items() if name not in self._warned}

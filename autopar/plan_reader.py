@@ -277,6 +277,7 @@ _RECORDS: dict[Any, dict[str, Reader[Any]]] = {
         "exposed_s": _seconds, "memory": _record_of(MemoryParts), "rows": _tuple_of(_record_of(ModuleRow)),
         "candidates": _tuple_of(_record_of(Candidate)), "collective_bytes": _mapping_of(_count),
         "num_searched": _count, "bound_s": _seconds, "replicated_ops": _mapping_of(_count), "precision": _precision,
+        "accumulate": _count,
     },
 }  # fmt: skip
 """How each field of a record is read; a record's keys are exactly these."""

@@ -198,11 +198,12 @@ def _header(plan: Plan) -> str:
         return f"{lines[0]}, not priced"
     budget = "none" if report.budget_bytes is None else f"{format_bytes(report.budget_bytes)} per device"
     precision = f", precision {report.precision}" if report.precision else ""
+    micro_steps = f" of {report.accumulate} micro-steps" if report.accumulate > 1 else ""
     lines.append(
         f"cluster {report.cluster}{precision}, budget {budget}, predicted peak {format_bytes(report.memory.total)}"
     )
     lines.append(
-        f"step {format_time(report.step_time_s)} = compute {format_time(report.compute_s)}"
+        f"step{micro_steps} {format_time(report.step_time_s)} = compute {format_time(report.compute_s)}"
         f" + collectives that nothing hides {format_time(report.exposed_s)}"
     )
     return "\n".join(lines)

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import os
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,11 @@ class LoneRank(AllocationTracker):
         return result
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """One step, after which gradients are freed; the caller holds outputs until the end."""
-    outputs = model(*args, **kwargs)
-    outputs[0].backward()
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, accumulate: int = 1) -> None:
+    """One step, after which gradients are freed; the caller holds outputs until the end, or until there are others."""
+    for _ in range(accumulate):
+        outputs = model(*args, **kwargs)
+        outputs[0].backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -120,6 +121,7 @@ def measure(
     kwargs: Any,
     build: BuildOptimizer,
     precision: str | None = None,
+    accumulate: int = 1,
 ) -> tuple[MemoryProfile, Measured]:
     """Predicted and measured memory of the first rank, inside a `fake_process_group`, for a module that returns its
     loss first."""
@@ -129,7 +131,8 @@ def measure(
     )
     optimizer = build(parallel.parameters())
     program = parallel.compiled_steps[-1].program
-    profile = memory_profile(program, Cluster.of_live("cpu", num_ranks, num_ranks), optimizer)
+    cluster = Cluster.of_live("cpu", num_ranks, num_ranks)
+    profile = memory_profile(program, cluster, optimizer, accumulate=accumulate)
     with LoneRank():
         train_step(parallel, optimizer, args, kwargs)
     gc.collect()
@@ -139,8 +142,8 @@ def measure(
         tracker.hold([constants(graph.module) for graph in program.graphs])
         at_rest = tracker.live_bytes
         with allocator_events() as events:
-            train_step(parallel, optimizer, args, kwargs)
-    return profile, Measured(at_rest + max(accumulate(events), default=0), tracker.peak_bytes, at_rest)
+            train_step(parallel, optimizer, args, kwargs, accumulate)
+    return profile, Measured(at_rest + max(itertools.accumulate(events), default=0), tracker.peak_bytes, at_rest)
 
 
 def check(

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import pytest
 import torch
 from pool import RankPool
 from programs import subject
+from test_memory_truth import MODELS, WithLoss
 from test_parallelize import mine, whole
 from tiny_models import TinyGpt, token_batch
 from torch import nn
 
 import autopar
+from autopar._compat import fake_process_group
+from autopar.cluster import Cluster
+from autopar.compiler import Compiler
 from autopar.graph import InputKind, OutputKind
 from autopar.passes.defer import defer_reductions
 from autopar.program import collectives_of
+from benchmarks.memory import measure
 
 MICRO_STEPS, SEQS = 3, (8, 8, 5)
 """The last micro-batch is shorter, so that it runs as another program."""
@@ -117,3 +122,39 @@ def test_reductions_and_nothing_else_are_deferred(strategy: str, sizes: tuple[in
     assert {kind for kind, _, _ in late} <= {"reduce_scatter", "all_reduce"}
     waiting = [spec.path for spec in deferred.compute.outputs if spec.kind is OutputKind.SAVED]
     assert waiting == [spec.path for spec in deferred.reduce.inputs if spec.kind is InputKind.SAVED]
+
+
+# ---- predictions
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    with fake_process_group(4):
+        yield
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tp"])
+@pytest.mark.parametrize("name", ["parameters dominate", "activations dominate"])
+def test_memory_is_predicted(name: str, strategy: str) -> None:
+    build, batch = MODELS[name]
+    inputs = tuple(t.clone() for t in batch)
+    for precision in (None, "bf16"):
+        profile, measured = measure(
+            WithLoss(build()), strategy, (4,), inputs, {}, torch.optim.AdamW, precision, accumulate=3
+        )
+        assert measured.peak <= profile.peak.total <= 1.01 * measured.peak
+
+
+def test_a_step_of_several_micro_steps() -> None:
+    cluster, batch = Cluster.parse("4 cpu"), token_batch(2)
+    one, three = (Compiler(TinyGpt(), (4,), cluster, strategy="zero3", accumulate=n) for n in (1, 3))
+    single, triple = (c.plan(c.trace(batch, {}, True)).report for c in (one, three))
+    assert single is not None
+    assert triple is not None
+    assert triple.exposed_s == pytest.approx(3 * single.exposed_s)
+    assert 2 * single.compute_s < triple.compute_s < 3 * single.compute_s, "one step of the optimizer"
+    assert triple.collective_bytes == {kind: 3 * size for kind, size in single.collective_bytes.items()}
+    assert triple.memory.total >= single.memory.total
+    with pytest.raises(autopar.InputError, match=r"accumulate=0: an optimizer's step takes at least 1 micro-step"):
+        Compiler(TinyGpt(), (4,), cluster, accumulate=0)
