@@ -110,7 +110,7 @@ def trace(
             except AutoparError:
                 raise
             except Exception as error:  # whatever the model raises, reported with its place
-                raise _trace_error(error, state.paths) from error
+                raise _trace_error(error, state.paths, dtype) from error
             finally:
                 state.restore()
 
@@ -371,12 +371,13 @@ def _has_symbol(value: object) -> bool:
 # ---- errors ----
 
 
-def _trace_error(error: Exception, paths: Mapping[int, str]) -> TraceError:
+def _trace_error(error: Exception, paths: Mapping[int, str], dtype: torch.dtype | None) -> TraceError:
     """Where in the model an exception came from, why, and what to do about it.
 
     Args:
         error: what tracing raised.
         paths: module path by id of the module.
+        dtype: what the model computes in, if not in its tensors' dtypes.
     """
     frames = list(_frames(error))
     active = [paths[id(f.f_locals.get("self"))] for f, _ in frames if id(f.f_locals.get("self")) in paths]
@@ -394,8 +395,13 @@ def _trace_error(error: Exception, paths: Mapping[int, str]) -> TraceError:
             f" ({type(error).__name__}: {reason}). Compute it with tensor ops (torch.where, masking instead of"
             " selecting), or decide from shapes or from Python values given as arguments"
         )
+    mixed = (
+        f" Parameters are used as {dtype} here, while buffers and what is computed from them stay as they are: cast one"
+        " to the other where they meet (x.to(y.dtype))."
+    )
     return TraceError(
         f"cannot trace the model to one graph: {module}{place} raised {type(error).__name__}: {reason}."
+        f"{mixed if dtype else ''}"
         " If the model runs eagerly on the same inputs, it does something there that fake tensors cannot"
     )
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pool import RankPool
 from test_memory_truth import MODELS, WithLoss
 from test_parallelize import mine
-from tiny_models import Mlp, TinyGpt, token_batch
+from tiny_models import Llama, Mlp, TinyGpt, token_batch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +22,7 @@ import autopar
 from autopar._compat import fake_process_group
 from autopar.cluster import Cluster
 from autopar.compiler import Compiler
-from autopar.errors import InputError, VerificationError
+from autopar.errors import InputError, TraceError, VerificationError
 from autopar.graph import GraphInput, JointGraph
 from autopar.normalise import normalise
 from autopar.passes import pipeline
@@ -144,6 +144,12 @@ def test_tracing_leaves_no_hooks() -> None:
     traced(model, torch.randn(8, 12))
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_where_a_wide_buffer_meets_narrow_values_the_error_says_so() -> None:
+    with pytest.raises(TraceError, match=r"Parameters are used as torch\.bfloat16 here, while buffers .* stay"):
+        traced(Llama(), *token_batch(8, vocab=24))
+    traced(Llama(), *token_batch(8, vocab=24), dtype=None)
 
 
 # ---- what moves
