@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,9 @@ from autopar.cluster import Cluster
 from autopar.compiler import AUTO, Compiler
 from autopar.cost_model.optimizers import OptimizerLike
 from autopar.errors import InputError, MeshError
+from autopar.lifting import lift_joint, lift_program
 from autopar.mesh import parse_shape
+from autopar.passes.defer import defer_reductions
 from autopar.plan import Plan
 from autopar.runtime.execution import CompiledStep
 from autopar.runtime.module import ParallelModule
@@ -38,6 +41,8 @@ def parallelize(
     batch_dims: Mapping[str, int | None] | None = None,
     optimizer: OptimizerLike = "adamw",
     cluster: Cluster | str | None = None,
+    precision: str | None = None,
+    accumulate: int = 1,
 ) -> ParallelModule:
     """Shard a model over a mesh: trace, plan, rewrite, and turn its parameters into DTensors in place.
 
@@ -61,8 +66,14 @@ def parallelize(
         cluster: what the ranks run on, for prices alone, where the usual rates of the device and its links are not
             those at hand: a `Cluster`, or a description such as `"2x8 H100-80GB @ 400gbit"`.  Memory stays the live
             device's.
+        precision: `"bf16"` to compute in bfloat16 while parameters rest, and gradients are summed over the ranks, in
+            their own dtype (see `autopar.precision` for `"fp16"` and what is cast where).  None: the model computes in
+            the dtypes of its tensors, or those of `torch.autocast` around the call.
+        accumulate: how many forward and backward passes your loop makes before a step of the optimizer, for the
+            predictions of time and memory; the program is the same (see `ParallelModule.no_sync`).
 
     Raises:
+        InputError: if there is no such strategy, optimizer or precision.
         MeshError: if the mesh does not fit the running ranks, or the cluster has another number of ranks.
         InfeasibleBudgetError: if nothing fits; says the smallest budget that does.
         TraceError: if the model cannot be traced to one graph.
@@ -80,6 +91,8 @@ def parallelize(
         AUTO if isinstance(strategy, Plan) else strategy,
         optimizer,
         batch_dims,
+        precision=precision,
+        accumulate=accumulate,
     )
 
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -88,7 +101,7 @@ def parallelize(
 
     def compile_step(args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, plan: Plan) -> CompiledStep:
         joint = compiler.trace(args, kwargs, train)
-        return CompiledStep(compiler.compile(joint, plan), joint.output_tree.rebuild)
+        return CompiledStep(compiler.compile(joint, plan), joint.output_tree.rebuild, defer_reductions)
 
     module = ParallelModule(model, device_mesh, compile=compile_step, flatten=flatten_inputs, decide=decide)
     if example_inputs is not None:
@@ -104,19 +117,21 @@ def verify(
     *,
     mesh: int | str | Sequence[int] | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
+    precision: str | None = None,
 ) -> VerifyReport:
     """Run all ranks of the rewritten program in this process, in float64, and compare with the single device.
 
     Needs no process group.  The model and the inputs are copied; parameters on the meta device get random values.
     Casts
-    to a lower precision inside the model are lifted to float64 on both sides.
+    to a lower precision inside the model are lifted to float64 on both sides.  With `precision`, the program is that of
+    mixed precision, casts and all, in which then float64 takes the place of every floating dtype.
 
     Args:
         model: the module, in the mode (train or eval) to verify.
         plan: a plan, or a strategy's name, which then needs `mesh`.
         example_inputs: the *global* batch, in a form that `parallelize` takes.
         mesh: shape of the mesh, for a strategy's name.
-        batch_dims: as in `parallelize`.
+        batch_dims, precision: as in `parallelize`.
 
     Returns:
         Loss, outputs, every gradient and every buffer compared; `report.ok` and the largest difference.
@@ -129,17 +144,25 @@ def verify(
     if isinstance(plan, Plan) and mesh is not None and math.prod(parse_shape(mesh)) != plan.mesh.num_ranks:
         raise MeshError(f"mesh {mesh!r} is not the plan's, which is {plan.mesh}: leave mesh out")
     check_module(model)
-    args, kwargs = split_call(example_inputs)
-    copied, args, kwargs = in_float64(model, args, kwargs)
+    inputs = split_call(example_inputs)
+    copied, args, kwargs = in_float64(model, *inputs)
     sizes = plan.mesh.sizes if isinstance(plan, Plan) else parse_shape(mesh)  # type: ignore[arg-type]
     num_ranks = math.prod(sizes)
     name = AUTO if isinstance(plan, Plan) or plan == AUTO else canonical_name(plan)
     cluster = Cluster.of_live("cpu", num_ranks, num_ranks)
-    compiler = Compiler(copied, sizes, cluster, None, name, batch_dims=batch_dims, around_trace=Float64Throughout)
-    joint = compiler.trace(args, kwargs, train=True, local=False)
+    mixed = precision is not None
+    around_trace = nullcontext if mixed else Float64Throughout
+    compiler = Compiler(
+        model if mixed else copied, sizes, cluster, None, name, batch_dims=batch_dims, around_trace=around_trace,
+        precision=precision,
+    )  # fmt: skip
+    joint = compiler.trace(*(inputs if mixed else (args, kwargs)), train=True, local=False)
     check_batch(dict(flatten_inputs(args, kwargs)[0]), joint.batch_dims, num_ranks)
     made = compiler.given(joint, plan) if isinstance(plan, Plan) else compiler.plan(joint)
-    return compare(joint, compiler.compile(joint, made), made, copied, args, kwargs)
+    program = compiler.compile(joint, made)
+    if mixed:
+        joint, program = lift_joint(joint), lift_program(program)
+    return compare(joint, program, made, copied, args, kwargs)
 
 
 def check_module(model: object) -> None:

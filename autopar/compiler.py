@@ -19,7 +19,7 @@ from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
 from autopar.cost_model.simulate import Simulation, Spent, simulate
 from autopar.cost_model.symbolic import symbolic_cost
 from autopar.describe import describe_params
-from autopar.errors import InfeasibleBudgetError, MeshError
+from autopar.errors import InfeasibleBudgetError, InputError, MeshError
 from autopar.explain import CHOSEN
 from autopar.factors import analyse
 from autopar.graph import JointGraph
@@ -30,6 +30,7 @@ from autopar.plan import Candidate, ModuleCost, Plan, PlanReport
 from autopar.plan_cost import PlanCost
 from autopar.plan_file import check_plan_matches
 from autopar.planner import plan_named
+from autopar.precision import compute_dtype
 from autopar.program import LocalProgram
 from autopar.randomness import replace_random_ops
 from autopar.search import Priced, search
@@ -54,6 +55,8 @@ class Compiler:
         optimizer: whose state counts against the budget.
         batch_dims: overrides of the batch dim, per input path.
         around_trace: makes a context in which the model is traced.
+        precision: what the model computes in, a name in `PRECISIONS`; None: as its tensors' dtypes give.
+        accumulate: micro-steps to one step of the optimizer.
     """
 
     model: nn.Module
@@ -64,12 +67,17 @@ class Compiler:
     optimizer: OptimizerLike = "adamw"
     batch_dims: Mapping[str, int | None] | None = None
     around_trace: Callable[[], AbstractContextManager[Any]] = nullcontext
+    precision: str | None = None
+    accumulate: int = 1
     _traced: tuple[object, JointGraph] | None = field(default=None, repr=False)
     _priced: tuple[JointGraph, list[Priced]] | None = field(default=None, repr=False)
     _warned: set[str] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         self.optimizer = find_optimizer(self.optimizer)  # measured once, and refused before any work
+        compute_dtype(self.precision)
+        if self.accumulate < 1:
+            raise InputError(f"accumulate={self.accumulate}: an optimizer's step takes at least 1 micro-step")
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, local: bool = True) -> JointGraph:
         """The normalised joint graph for all ranks together; the last one is kept.
@@ -88,13 +96,16 @@ class Compiler:
             train,
             modes,
             local,
-            torch.is_autocast_enabled("cpu"),
-            torch.is_autocast_enabled("cuda"),
+            self.precision,
+            *(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
         )
         if self._traced is None or self._traced[0] != key:
             ranks = self.cluster.num_ranks if local else 1
             with self.around_trace():
-                joint = trace(self.model, args, kwargs, num_ranks=ranks, batch_dims=self.batch_dims, train=train)
+                joint = trace(
+                    self.model, args, kwargs, num_ranks=ranks, batch_dims=self.batch_dims, train=train,
+                    dtype=compute_dtype(self.precision),
+                )  # fmt: skip
             self._traced = (key, replace_random_ops(normalise(joint)))
         return self._traced[1]
 
@@ -144,7 +155,10 @@ class Compiler:
         return Priced(plan, self._simulate(joint, plan))
 
     def _simulate(self, joint: JointGraph, plan: Plan) -> Simulation:
-        return simulate(rewrite(joint, plan, check=False), self.cluster, self.optimizer)
+        return self._run(rewrite(joint, plan, check=False), self.optimizer)
+
+    def _run(self, program: LocalProgram, optimizer: OptimizerLike) -> Simulation:
+        return simulate(program, self.cluster, optimizer, accumulate=self.accumulate)
 
     def given(self, joint: JointGraph, plan: Plan) -> Plan:
         """A plan that the user brought, checked against the graph and the budget, and priced.
@@ -188,6 +202,8 @@ class Compiler:
             num_searched=len(priced),
             bound_s=min(p.simulation.compute_s for p in priced),
             replicated_ops=replicated_ops(joint),
+            precision=self.precision or "",
+            accumulate=self.accumulate,
         )
         cost = PlanCost(functools.partial(symbolic_cost, joint, program, self.cluster, self.optimizer))
         return replace(best.plan, graph_fingerprint=joint.fingerprint(), report=report, cost=cost)
@@ -197,7 +213,7 @@ class Compiler:
         program = rewrite(joint, smallest.plan, check=False)
         name = find_optimizer(self.optimizer).name
         usable = self.cluster.device.memory_bytes
-        return infeasible(priced, budget, usable, name, lambda other: simulate(program, self.cluster, other))
+        return infeasible(priced, budget, usable, name, lambda other: self._run(program, other))
 
     def _warn_replicated(self, joint: JointGraph) -> None:
         new = {name: n for name, n in replicated_ops(joint).items() if name not in self._warned}

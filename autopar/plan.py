@@ -241,3 +241,7 @@ class PlanReport:
     """No plan of the layouts searched computes in less than this; waiting and recomputation come on top."""
     replicated_ops: Mapping[str, int] = field(default_factory=dict)
     """Ops that have no sharding rule and so run whole on every rank: name -> number of nodes."""
+    precision: str = ""
+    """What the model computes in, if that was asked for; empty if it computes as its tensors' dtypes give."""
+    accumulate: int = 1
+    """Micro-steps to one step of the optimizer: times and bytes are of all of them together, but those of `rows`."""

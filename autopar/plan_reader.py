@@ -25,8 +25,9 @@ from autopar.plan import (
     PlanReport,
     Storage,
 )
+from autopar.precision import PRECISIONS
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_FILE_BYTES = 64 * 2**20
 """Longer texts are refused unread: a plan has a few hundred bytes a parameter."""
 INFINITE = "infinite"
@@ -208,6 +209,12 @@ def _level(value: Any, where: str) -> str:
     return str(value)
 
 
+def _precision(value: Any, where: str) -> str:
+    if value != "" and value not in PRECISIONS:
+        raise _wrong(where, f"one of {', '.join(PRECISIONS)}, or empty", value)
+    return str(value)
+
+
 def _flag(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
         raise _wrong(where, "true or false", value)
@@ -269,7 +276,8 @@ _RECORDS: dict[Any, dict[str, Reader[Any]]] = {
         "cluster": _words, "budget_bytes": _count_or_none, "step_time_s": _seconds, "compute_s": _seconds,
         "exposed_s": _seconds, "memory": _record_of(MemoryParts), "rows": _tuple_of(_record_of(ModuleRow)),
         "candidates": _tuple_of(_record_of(Candidate)), "collective_bytes": _mapping_of(_count),
-        "num_searched": _count, "bound_s": _seconds, "replicated_ops": _mapping_of(_count),
+        "num_searched": _count, "bound_s": _seconds, "replicated_ops": _mapping_of(_count), "precision": _precision,
+        "accumulate": _count,
     },
 }  # fmt: skip
 """How each field of a record is read; a record's keys are exactly these."""

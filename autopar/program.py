@@ -66,6 +66,20 @@ class LocalProgram:
 
 
 @dataclass(frozen=True)
+class DeferredBackward:
+    """A backward graph in two, for gradients that are summed over several backward passes and then reduced once.
+
+    Attributes:
+        compute: takes what the backward graph takes; returns its gradients, None for those that a reduction gives,
+            then what waits for a reduction (`OutputKind.SAVED`).
+        reduce: takes what waits, or sums of it, and rank positions; returns the gradients that `compute` did not.
+    """
+
+    compute: LocalGraph
+    reduce: LocalGraph
+
+
+@dataclass(frozen=True)
 class Collective:
     """One collective node.
 

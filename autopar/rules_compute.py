@@ -81,7 +81,14 @@ def _linear_sets(call: Call) -> list[tuple[str, ...]]:
     each = _LINEAR_IN_EACH.get(call.op)
     if each:
         return [(name,) for name in each if name in tensors]
-    return [("self",)] if call.op in _LINEAR else []
+    return [("self",)] if call.op in _LINEAR or (call.op is aten._to_copy.default and _is_widening(call)) else []
+
+
+def _is_widening(call: Call) -> bool:
+    """Whether a cast goes from a floating dtype to itself or a wider one, where it rounds nothing and so is linear."""
+    before, after = call["self"].meta["val"], call.node.meta["val"]
+    widens = before.dtype == after.dtype or before.element_size() < after.element_size()
+    return bool(before.is_floating_point() and after.is_floating_point() and widens)
 
 
 # --------------------------------------------------------------------------------------------------------- reductions

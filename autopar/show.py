@@ -202,9 +202,13 @@ def _header(plan: Plan) -> str:
     if report is None:
         return f"{lines[0]}, not priced"
     budget = "none" if report.budget_bytes is None else f"{format_bytes(report.budget_bytes)} per device"
-    lines.append(f"cluster {report.cluster}, budget {budget}, predicted peak {format_bytes(report.memory.total)}")
+    precision = f", precision {report.precision}" if report.precision else ""
+    micro_steps = f" of {report.accumulate} micro-steps" if report.accumulate > 1 else ""
     lines.append(
-        f"step {format_time(report.step_time_s)} = compute {format_time(report.compute_s)}"
+        f"cluster {report.cluster}{precision}, budget {budget}, predicted peak {format_bytes(report.memory.total)}"
+    )
+    lines.append(
+        f"step{micro_steps} {format_time(report.step_time_s)} = compute {format_time(report.compute_s)}"
         f" + collectives that nothing hides {format_time(report.exposed_s)}"
     )
     if report.num_searched > len(report.candidates):

@@ -10,6 +10,7 @@ import linecache
 import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -33,6 +34,7 @@ from autopar.errors import AutoparError, InputError, TraceError
 from autopar.graph import GraphInput, GraphOutput, InputKind, JointGraph, OutputKind
 from autopar.model_state import ModelState
 from autopar.ownership import annotate_modules, assign_owners
+from autopar.precision import WideLosses, at_least_float32, cast_inputs, used_dtypes
 from autopar.signature import (
     CallSignature,
     OutputTree,
@@ -54,6 +56,7 @@ def trace(
     batch_dims: Mapping[str, int | None] | None = None,
     train: bool = True,
     device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> JointGraph:
     """Trace `model(*args, **kwargs)` for the batch of all ranks together.
 
@@ -73,6 +76,8 @@ def trace(
         train: trace the backward pass too.
         device: device type that the graph is for; by default the model's own, or for a meta model CUDA if there is
             one, else CPU.
+        dtype: what the model computes in, while its parameters rest in their own dtype (see `autopar.precision`); by
+            default what the dtypes of its tensors give.
 
     Returns:
         The graph.  It takes every tensor contiguous.  Its `output_tree` is an `OutputTree`.
@@ -88,12 +93,13 @@ def trace(
         _refuse_input_gradients(signature, tensors)
     shapes = [_global_shape(t, dims.get(path), num_ranks) for path, t in zip(signature.paths, tensors, strict=True)]
 
-    with annotate_modules(model):
+    used = used_dtypes(model, dtype)
+    with annotate_modules(model), cast_inputs(model, used):
         state = ModelState(model)
         target = _target_device(state, device)
 
         def capture(allow_value_reads: bool) -> tuple[fx.GraphModule, _FlatModule]:
-            flat = _FlatModule(model, state, signature)
+            flat = _FlatModule(model, state, signature, used)
             mode = new_fake_mode(allow_value_reads)
             with mode:
                 fakes = [_fake_like(t, t.shape, target, train) for t in state.tensors.values()]
@@ -104,7 +110,7 @@ def trace(
             except AutoparError:
                 raise
             except Exception as error:  # whatever the model raises, reported with its place
-                raise _trace_error(error, state.paths) from error
+                raise _trace_error(error, state.paths, dtype) from error
             finally:
                 state.restore()
 
@@ -123,15 +129,19 @@ def trace(
 class _FlatModule(nn.Module):
     """The model as a function from its parameters, buffers and input tensors to its output tensors.
 
-    AOTAutograd sees the model's tensors as plain inputs, each once however many names it has.
+    AOTAutograd sees the model's tensors as plain inputs, each once however many names it has.  Parameters are cast to
+    the dtypes in which they are used, so that from here on mixed precision is nothing but casts in the graph.
     """
 
-    def __init__(self, model: nn.Module, state: ModelState, signature: CallSignature) -> None:
+    def __init__(
+        self, model: nn.Module, state: ModelState, signature: CallSignature, used: Mapping[int, torch.dtype]
+    ) -> None:
         super().__init__()
         # Not a submodule, so that AOTAutograd does not lift the parameters itself.
         self.call = model.__call__
         self.state = state
         self.signature = signature
+        self.dtypes = {name: used[id(p)] for name, p in state.parameters.items() if id(p) in used}
         self.inputs = (
             *(GraphInput(InputKind.PARAM, name) for name in state.parameters),
             *(GraphInput(InputKind.BUFFER, name) for name in state.buffers),
@@ -142,14 +152,17 @@ class _FlatModule(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         names = list(self.state.tensors)
-        held = dict(zip(names, tensors, strict=False))
+        held = {name: t.to(self.dtypes.get(name, t.dtype)) for name, t in zip(names, tensors, strict=False)}
         args, kwargs = self.signature.rebuild(tensors[len(names) :])
         # AOTAutograd calls this twice; what the first call left on the modules must not reach the second.
         self.state.restore()
         self.state.put(held)
-        self.output_tree, outputs = flatten_output(self.call(*args, **kwargs))
+        with WideLosses() if self.dtypes else nullcontext():
+            self.output_tree, outputs = flatten_output(self.call(*args, **kwargs))
         if not outputs:
             raise _no_tensors(self.output_tree)
+        if self.dtypes:  # whoever adds losses up, or scales them, wants no bfloat16
+            outputs = [at_least_float32(t) if t.ndim == 0 else t for t in outputs]
         reassigned = self.state.reassigned(held)
         self.outputs = (
             *(GraphOutput(OutputKind.OUTPUT, path) for path in self.output_tree.paths),
@@ -358,12 +371,13 @@ def _has_symbol(value: object) -> bool:
 # ---- errors ----
 
 
-def _trace_error(error: Exception, paths: Mapping[int, str]) -> TraceError:
+def _trace_error(error: Exception, paths: Mapping[int, str], dtype: torch.dtype | None) -> TraceError:
     """Where in the model an exception came from, why, and what to do about it.
 
     Args:
         error: what tracing raised.
         paths: module path by id of the module.
+        dtype: what the model computes in, if not in its tensors' dtypes.
     """
     frames = list(_frames(error))
     active = [paths[id(f.f_locals.get("self"))] for f, _ in frames if id(f.f_locals.get("self")) in paths]
@@ -381,8 +395,13 @@ def _trace_error(error: Exception, paths: Mapping[int, str]) -> TraceError:
             f" ({type(error).__name__}: {reason}). Compute it with tensor ops (torch.where, masking instead of"
             " selecting), or decide from shapes or from Python values given as arguments"
         )
+    mixed = (
+        f" Parameters are used as {dtype} here, while buffers and what is computed from them stay as they are: cast one"
+        " to the other where they meet (x.to(y.dtype))."
+    )
     return TraceError(
         f"cannot trace the model to one graph: {module}{place} raised {type(error).__name__}: {reason}."
+        f"{mixed if dtype else ''}"
         " If the model runs eagerly on the same inputs, it does something there that fake tensors cannot"
     )
 

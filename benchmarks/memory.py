@@ -1,7 +1,7 @@
 """The predicted peak of memory beside the measured one, per rank, model and strategy.
 
     python -m benchmarks.memory --zoo FILE.py [--only NAME,NAME] [--strategies ddp,zero3,…] [--mesh 4|2x2]
-        [--recompute none|selective|full] --json OUT
+        [--recompute none|selective|full] [--precision bf16] --json OUT
 
 FILE.py holds `REGISTRY`, as for `benchmarks.zoo`.  One process is one rank of a job in which nobody else answers: it
 runs what `autopar.parallelize` makes, forward, backward and a step of the optimizer, on real tensors.  Collectives are
@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import os
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from autopar.cost_model.optimizers import BuildOptimizer
 from autopar.mesh import parse_shape
 from autopar.plan import RECOMPUTE_LEVELS
 from autopar.planner import plan_named
+from autopar.precision import PRECISIONS
 from autopar.program import COLLECTIVE_KINDS
 from autopar.regions import find_regions
 from benchmarks.zoo import WithLoss, describe, load_registry
@@ -93,10 +94,11 @@ class LoneRank(AllocationTracker):
         return result
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """One step, after which gradients are freed; the caller holds outputs until the end."""
-    outputs = model(*args, **kwargs)
-    outputs[0].backward()
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, accumulate: int = 1) -> None:
+    """One step, after which gradients are freed; the caller holds outputs until the end, or until there are others."""
+    for _ in range(accumulate):
+        outputs = model(*args, **kwargs)
+        outputs[0].backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -116,11 +118,17 @@ class Measured:
 
 
 def recomputing(
-    model: nn.Module, strategy: str, sizes: tuple[int, ...], args: Any, kwargs: Any, level: str
+    model: nn.Module,
+    strategy: str,
+    sizes: tuple[int, ...],
+    args: Any,
+    kwargs: Any,
+    level: str,
+    precision: str | None = None,
 ) -> autopar.Plan:
     """A named strategy's plan with every region of the model at one level of recomputation."""
     num_ranks = math.prod(sizes)
-    compiler = Compiler(model, sizes, Cluster.of_live("cpu", num_ranks, num_ranks))
+    compiler = Compiler(model, sizes, Cluster.of_live("cpu", num_ranks, num_ranks), precision=precision)
     joint = compiler.trace(args, kwargs, train=True)
     plan = plan_named(strategy, joint, sizes, num_ranks)
     return replace(plan, recompute={} if level == "none" else dict.fromkeys(find_regions(joint), level))
@@ -133,14 +141,19 @@ def measure(
     args: Any,
     kwargs: Any,
     build: BuildOptimizer,
+    precision: str | None = None,
+    accumulate: int = 1,
 ) -> tuple[MemoryProfile, Measured]:
     """Predicted and measured memory of the first rank, inside a `fake_process_group`, for a module that returns its
     loss first."""
     num_ranks = math.prod(sizes)
-    parallel = autopar.parallelize(model, sizes, strategy=strategy, example_inputs=(args, kwargs), optimizer=build)
+    parallel = autopar.parallelize(
+        model, sizes, strategy=strategy, example_inputs=(args, kwargs), optimizer=build, precision=precision
+    )
     optimizer = build(parallel.parameters())
     program = parallel.compiled_steps[-1].program
-    profile = memory_profile(program, Cluster.of_live("cpu", num_ranks, num_ranks), optimizer)
+    cluster = Cluster.of_live("cpu", num_ranks, num_ranks)
+    profile = memory_profile(program, cluster, optimizer, accumulate=accumulate)
     with LoneRank():
         train_step(parallel, optimizer, args, kwargs)
     gc.collect()
@@ -150,11 +163,13 @@ def measure(
         tracker.hold([constants(graph.module) for graph in program.graphs])
         at_rest = tracker.live_bytes
         with allocator_events() as events:
-            train_step(parallel, optimizer, args, kwargs)
-    return profile, Measured(at_rest + max(accumulate(events), default=0), tracker.peak_bytes, at_rest)
+            train_step(parallel, optimizer, args, kwargs, accumulate)
+    return profile, Measured(at_rest + max(itertools.accumulate(events), default=0), tracker.peak_bytes, at_rest)
 
 
-def check(entry: Any, strategy: str, mesh: str, batch: int, optimizer: str, level: str) -> dict[str, Any]:
+def check(
+    entry: Any, strategy: str, mesh: str, batch: int, optimizer: str, level: str = "none", precision: str | None = None
+) -> dict[str, Any]:
     """One row of the result."""
     row: dict[str, Any] = {
         "model": entry.name, "strategy": strategy, "mesh": mesh, "recompute": level, "predicted_bytes": None,
@@ -165,8 +180,8 @@ def check(entry: Any, strategy: str, mesh: str, batch: int, optimizer: str, leve
     try:
         model = WithLoss(entry.build(), entry.loss_fn)
         args, kwargs = entry.make_batch(batch // math.prod(sizes), 0)
-        plan = recomputing(model, strategy, sizes, args, kwargs, level)
-        profile, measured = measure(model, plan, sizes, args, kwargs, OPTIMIZERS[optimizer])
+        plan = recomputing(model, strategy, sizes, args, kwargs, level, precision)
+        profile, measured = measure(model, plan, sizes, args, kwargs, OPTIMIZERS[optimizer], precision)
         row |= {
             "predicted_bytes": profile.peak.total, "measured_bytes": measured.peak,
             "ratio": profile.peak.total / measured.peak, "tensor_bytes": measured.tensors,
@@ -207,6 +222,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--recompute", choices=("none", *RECOMPUTE_LEVELS), default="none", help="in every region")
+    parser.add_argument("--precision", choices=PRECISIONS, help="what the model computes in; as it is without it")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -220,8 +236,8 @@ def main() -> None:
     with fake_process_group(math.prod(parse_shape(arguments.mesh))):
         for name in names:
             for strategy in arguments.strategies.split(","):
-                chosen = (arguments.mesh, arguments.batch, arguments.optimizer, arguments.recompute)
-                rows.append(check(registry[name], strategy, *chosen))
+                settings = (arguments.mesh, arguments.batch, arguments.optimizer)
+                rows.append(check(registry[name], strategy, *settings, arguments.recompute, arguments.precision))
                 row = rows[-1]
                 print(name, strategy, row["error"] or f"{row['ratio']:.3f}", flush=True)
                 if arguments.json:  # after every row, so that nothing is lost if the process dies

@@ -71,6 +71,7 @@ class Liveness:
     copies_reduce_scatter: bool
     blocks: list[Block] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
+    _returned: list[Block] = field(default_factory=list)
     _in_flight: dict[fx.Node, tuple[Block, ...]] = field(default_factory=dict)
     _constants: dict[str, Blocks] = field(default_factory=dict)
 
@@ -87,6 +88,19 @@ class Liveness:
         for value in held:
             liveness._use(value, len(liveness.steps))
         return liveness
+
+    def follow_another(self) -> None:
+        """Make this a later one of several micro-steps: the sum of the earlier ones' gradients is there from the start
+        and to the end, this one's are freed when they have been added to it, and the outputs of the one before are held
+        until those of this one take their place."""
+        last = len(self.steps) - 1
+        forward = max(i for i, step in enumerate(self.steps) if step.startswith("forward:"))
+        sums = [Block(b.num_bytes, 0, _ALWAYS, GRADIENT, b.module) for b in self.blocks if b.kind == GRADIENT]
+        for block in self.blocks:
+            if block.kind == GRADIENT:
+                block.last = last
+        before = {id(b): b for b in self._returned if b.last < _ALWAYS}.values()
+        self.blocks += [*sums, *(Block(b.num_bytes, 0, forward, ACTIVATION, b.module) for b in before)]
 
     def live_bytes(self) -> list[dict[str, int]]:
         """Bytes alive in each step, by kind of block."""
@@ -122,6 +136,7 @@ class Liveness:
                 saved[output.path] = values[node]
             elif output.kind is OutputKind.OUTPUT:
                 held.append(values[node])
+                self._returned += _flatten(values[node])
             if output.kind is not OutputKind.MUTATION:
                 self._mark(values[node], ACTIVATION)
         return saved

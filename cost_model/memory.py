@@ -118,11 +118,16 @@ def at_rest(program: LocalProgram, optimizer: OptimizerLike = "adamw") -> AtRest
 
 
 def memory_profile(
-    program: LocalProgram, cluster: Cluster, optimizer: OptimizerLike = "adamw", layouts: Layouts | None = None
+    program: LocalProgram,
+    cluster: Cluster,
+    optimizer: OptimizerLike = "adamw",
+    layouts: Layouts | None = None,
+    accumulate: int = 1,
 ) -> MemoryProfile:
     """Peak memory of one rank over forward, backward and optimizer step, with where it comes from.
 
-    `layouts` are the program's, if they were worked out before.
+    `layouts` are the program's, if they were worked out before.  With `accumulate` micro-steps to one step of the
+    optimizer, it is the last of them that is profiled: the gradients of the earlier ones are alive throughout.
 
     Raises:
         InputError: if the optimizer is not known and cannot be measured.
@@ -130,6 +135,8 @@ def memory_profile(
     layouts = layouts_of(program) if layouts is None else layouts
     kind = cluster.device.kind
     liveness = Liveness.of(program, layouts, kind, ALLOCATION_BYTES[kind], cluster.backend == "gloo")
+    if accumulate > 1 and program.backward is not None:
+        liveness.follow_another()
     if trained := _trained(program):
         _add_optimizer(liveness, trained, find_optimizer(optimizer))
     fixed, share = _reserve(program, cluster)

@@ -40,6 +40,11 @@ class Spent:
     compute_s: float = 0.0
     exposed_s: dict[str, float] = field(default_factory=dict)
 
+    def repeat(self, times: int) -> None:
+        """As long, so many times."""
+        self.compute_s *= times
+        self.exposed_s = {kind: seconds * times for kind, seconds in self.exposed_s.items()}
+
     @property
     def total_s(self) -> float:
         """All of it."""
@@ -51,7 +56,7 @@ class Simulation:
     """Predictions for one rank and one step.
 
     Attributes:
-        step_time_s: forward, backward and optimizer step; always `compute_s + exposed_s`.
+        step_time_s: forward, backward (as often as they run) and optimizer step; always `compute_s + exposed_s`.
         compute_s: time that the ops and the optimizer take, waiting for the host's launches included.
         collective_s: time that the collectives take alone, hidden or not.
         exposed_s: time that computing stands still for collectives.
@@ -85,6 +90,7 @@ def simulate(
     optimizer: OptimizerLike = "adamw",
     allow_tf32: bool = False,
     fused: bool = False,
+    accumulate: int = 1,
 ) -> Simulation:
     """Predict time and memory of one step of a rewritten program.
 
@@ -94,6 +100,7 @@ def simulate(
         optimizer: a name in `autopar.cost_model.optimizers.OPTIMIZERS`, an optimizer or its class.
         allow_tf32: whether float32 matmuls may use TF32 units.
         fused: whether the graphs are compiled, so that chains of pointwise ops are one kernel.
+        accumulate: how many times forward and backward run before the optimizer's step; each reduces its gradients.
 
     Raises:
         MeshError: if mesh and cluster differ in size.
@@ -110,17 +117,20 @@ def simulate(
     priced_s = math.fsum(_price(c, program, links) for c in collectives)
     assert math.isclose(clock.collective_s, priced_s, rel_tol=1e-9), "the price is not that of the graph's collectives"
     rest = at_rest(program, optimizer)
-    optimizer_s = optimizer_bytes(rest) / cluster.device.memory_bandwidth_bytes_s
-    profile = memory_profile(program, cluster, optimizer, layouts)
+    # Adding a gradient to the sum of earlier ones reads both and writes one.
+    bytes_moved = optimizer_bytes(rest) + 3 * rest.trained * (accumulate - 1)
+    profile = memory_profile(program, cluster, optimizer, layouts, accumulate)
     collective_bytes: Counter[str] = Counter()
     for c in collectives:
-        collective_bytes[f"{c.kind}@{c.axis}"] += c.num_bytes
-    compute_s = clock.compute_s + optimizer_s
+        collective_bytes[f"{c.kind}@{c.axis}"] += c.num_bytes * accumulate
+    compute_s = clock.compute_s * accumulate + bytes_moved / cluster.device.memory_bandwidth_bytes_s
+    for spent in clock.by_module.values():
+        spent.repeat(accumulate)
     return Simulation(
-        step_time_s=compute_s + clock.exposed_s,
+        step_time_s=compute_s + clock.exposed_s * accumulate,
         compute_s=compute_s,
-        collective_s=priced_s,
-        exposed_s=clock.exposed_s,
+        collective_s=priced_s * accumulate,
+        exposed_s=clock.exposed_s * accumulate,
         memory=profile.peak,
         peak_at=profile.peak_at,
         collective_bytes=dict(sorted(collective_bytes.items())),

@@ -201,9 +201,6 @@ class _Flat:
         for member, width in zip(self.members, widths, strict=True):
             piece = self._emit(aten.slice.Tensor, (done, 1, start, start + width), (received, width))
             shape = tuple(member.meta["val"].shape)
-            if self.kind != "all_gather":
-                # Autograd copies a gradient that shares its storage, and would keep the buffer for the last of them.
-                piece = self._emit(aten.clone.default, (piece,), (received, width))
             result = self._emit(aten.reshape.default, (piece, list(shape)), shape)
             result.meta.update({k: _wait(member).meta[k] for k in ("module", "sharding", "global_shape")})
             results.append(result)

@@ -8,6 +8,7 @@ from torch import fx
 
 from autopar.factors import analyse
 from autopar.graph import GraphInput, InputKind, JointGraph
+from autopar.passes.cast_early import cast_early
 from autopar.passes.coalesce import coalesce
 from autopar.passes.decompose import cut_whole, decompose
 from autopar.passes.localise import localise
@@ -68,6 +69,7 @@ def _lowering(joint: JointGraph, plan: Plan) -> _Passes:
     """From reshards in the global view to one rank's ops."""
     return [
         ("insert_reshards", lambda m: m),
+        ("cast_early", cast_early),
         ("remat", lambda m: remat(m, joint.inputs, plan)),
         ("regather", lambda m: regather(m, joint.inputs, plan)),
         ("localise", lambda m: localise(m, plan.mesh)),

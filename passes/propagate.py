@@ -19,7 +19,7 @@ from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
 from autopar.mesh import Mesh
 from autopar.placement import Partial, Placement, Replicate, Sharding, is_sharded, replicated, shard
 from autopar.plan import Plan
-from autopar.rules import OpRule
+from autopar.rules import OpRule, is_look_or_cast
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,7 @@ class _Ops:
         self.wanted = [ranked(analysis, refs) for refs in plan.factors]
         self.whole = replicated(plan.mesh)
         self.unreduced: set[fx.Node] = set()
+        self.resting = resting_gradients(joint)
 
     def run(self) -> OpShardings:
         for node in self.joint.module.graph.nodes:
@@ -182,7 +183,8 @@ class _Ops:
         """The inputs whose unreduced sums flow through this op, so that they are reduced later, once.
 
         Only where it saves a collective or costs nothing: the op does not grow the value, and nobody else reads it
-        (another reader would need its own reduction).
+        (another reader would need its own reduction).  The one exception is a gradient that is cast to the wider dtype
+        in which it rests: it is summed over the ranks in that, as it will be summed over steps.
         """
         operands = self.analysis.operands[node]
         unreduced = frozenset(i for i, n in enumerate(operands) if self._is_unreduced(n, axis))
@@ -190,10 +192,14 @@ class _Ops:
             return frozenset()
         if any(len(n.users) > 1 for i, n in enumerate(operands) if i in unreduced):
             return frozenset()
-        if len(operands) > len(unreduced) or node.meta["val"].dtype != operands[0].meta["val"].dtype:
+        before, after = operands[0].meta["val"].dtype, node.meta["val"].dtype
+        if len(operands) > len(unreduced) or (before != after and not self._is_widened_to_rest(node, before)):
             return frozenset()
         largest = max(operands[i].meta["val"].numel() for i in unreduced)
         return unreduced if node.meta["val"].numel() <= largest else frozenset()
+
+    def _is_widened_to_rest(self, node: fx.Node, before: torch.dtype) -> bool:
+        return node in self.resting and node.meta["val"].dtype.itemsize > before.itemsize
 
     def _is_unreduced(self, node: fx.Node, axis: int) -> bool:
         source, index = source_of(node)
@@ -216,6 +222,19 @@ class _Ops:
             return False  # a lookup needs one consecutive range of the table per rank
         taken = math.prod(n for c, n in zip(earlier, self.mesh.sizes, strict=False) if c == cut)
         return size % (taken * self.mesh.sizes[axis]) == 0
+
+
+def resting_gradients(joint: JointGraph) -> set[fx.Node]:
+    """The parameters' gradients as the graph returns them, and the casts, views and sums on the way there."""
+    pairs = zip(joint.outputs, joint.output_values, strict=True)
+    found = {value: None for spec, value in pairs if spec.kind is OutputKind.GRADIENT and value is not None}
+    stack = list(found)
+    while stack:
+        node = stack.pop()
+        if is_look_or_cast(node) or node.target is torch.ops.aten.add.Tensor:
+            stack += [n for n in node.all_input_nodes if n not in found]
+            found.update(dict.fromkeys(node.all_input_nodes))
+    return set(found)
 
 
 UNREDUCED = Partial("sum")

@@ -29,7 +29,9 @@ def regather(module: fx.GraphModule, inputs: tuple[GraphInput, ...], plan: Plan)
     chains = []
     for spec, node in zip(inputs, placeholders, strict=True):
         if spec.kind is InputKind.PARAM and plan.storage[spec.path].regather:
-            chains += [_looks(n) for n in node.users if is_reshard(n) and not n.meta["backward"]]
+            narrowed = [n for n in node.users if n.target in CHEAP]  # cast before they are gathered
+            readers = [u for value in (node, *narrowed) for u in value.users]
+            chains += [_looks(n) for n in readers if is_reshard(n) and not n.meta["backward"]]
     repeated = [chain for chain in chains if _uses(chain, backward=True)]
     last_use = [max((order[u] for u, _ in _uses(c, backward=False)), default=0) for c in repeated]
     for chain, use in zip(repeated, last_use, strict=True):
@@ -60,15 +62,17 @@ def _repeat_in_backward(graph: fx.Graph, chain: list[fx.Node], order: dict[fx.No
     copies: dict[fx.Node, fx.Node] = {}
     for user, node in sorted(_uses(chain, backward=True), key=lambda pair: order[pair[0]]):
         with graph.inserting_before(user):
-            replacement = _copied(graph, node, chain[0], copies)
+            replacement = _copied(graph, node, copies)
         user.replace_input_with(node, replacement)
 
 
-def _copied(graph: fx.Graph, node: fx.Node, gathered: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+def _copied(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The copy of a node, made with the copies of all between it and the parameter."""
+    if node.op == "placeholder":
+        return node
     if node not in copies:
-        if node is not gathered:
-            _copied(graph, tensor_inputs(node)[0], gathered, copies)
-        new = graph.node_copy(node, lambda n: copies.get(n, n))
+        source = _copied(graph, tensor_inputs(node)[0], copies)
+        new = graph.node_copy(node, lambda n: source if isinstance(n, fx.Node) else n)
         new.meta = {**node.meta, "backward": True}
         copies[node] = new
     return copies[node]

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from autopar._compat import LazyGraphModule
-from autopar.factors import source_of
+from autopar.factors import analyse, source_of
 from autopar.graph import JointGraph, OutputKind, add_call, copy_node
-from autopar.passes.propagate import Assignment
-from autopar.placement import Partial, Replicate, Sharding, describe_sharding, is_sharded
+from autopar.passes.propagate import Assignment, batch_dim, batch_factor
+from autopar.placement import Partial, Replicate, Sharding, describe_sharding, is_sharded, meta_value
 from autopar.plan import Plan
 from autopar.rules import is_look, is_tensor_node, tensor_inputs
 
@@ -43,6 +43,10 @@ def insert_reshards(joint: JointGraph, assignment: Assignment, plan: Plan) -> fx
 class _Insertion:
     def __init__(self, joint: JointGraph, assignment: Assignment, plan: Plan) -> None:
         self.joint, self.assignment, self.plan = joint, assignment, plan
+        self.analysis = analyse(joint)
+        self.batch = batch_factor(joint, self.analysis)
+        pairs = zip(joint.outputs, joint.output_values, strict=True)
+        self.gradients = {n for spec, n in pairs if spec.kind is OutputKind.GRADIENT and n is not None}
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.resharded: dict[tuple[fx.Node, Sharding], fx.Node] = {}
@@ -102,8 +106,41 @@ class _Insertion:
                 "source": source,
                 "sharding": target,
             }
-            self.resharded[key] = add_call(self.graph, reshard, (self.copies[value], *words), {}, meta)
+            dtype = self._summed_in(value) if owner is value else value.meta["val"].dtype
+            operand = self._cast(self.copies[value], dtype, {**meta, "sharding": source})
+            meta["val"] = operand.meta["val"]
+            moved = add_call(self.graph, reshard, (operand, *words), {}, meta)
+            self.resharded[key] = self._cast(moved, value.meta["val"].dtype, meta)
         return self.resharded[key]
+
+    def _summed_in(self, value: fx.Node) -> torch.dtype:
+        """The dtype in which an unreduced value is summed: its own, or that in which it will rest if it no longer
+        carries the batch, so that it is a gradient in the making, and rests in a wider one.
+
+        Most such gradients are cast before they are summed (see `propagate`).  This is for those that something still
+        happens to, such as the backward of a lookup whose rows are the same for the whole batch.
+        """
+        narrow: torch.dtype = value.meta["val"].dtype
+        widest = max((n.meta["val"].dtype for n in self.gradients), key=_width, default=narrow)
+        if not narrow.is_floating_point or not value.meta["backward"] or widest.itemsize <= narrow.itemsize:
+            return narrow
+        if batch_dim(self.analysis, self.batch, value) is not None:
+            return narrow
+        reached, stack = {value}, [value]
+        while stack:
+            new = set(stack.pop().users) - reached
+            reached |= new
+            stack += new
+        rests: list[torch.dtype] = [node.meta["val"].dtype for node in reached & self.gradients]
+        return max([narrow, *rests], key=_width)
+
+    def _cast(self, copy: fx.Node, dtype: torch.dtype, meta: dict[str, Any]) -> fx.Node:
+        """A copied node in another dtype, if it has not got it already."""
+        value = copy.meta["val"]
+        if value.dtype == dtype:
+            return copy
+        meta = {**meta, "val": meta_value(tuple(value.shape), dtype), "cuts": (), "rule": None}
+        return add_call(self.graph, torch.ops.aten._to_copy.default, (copy,), {"dtype": dtype}, meta)
 
     def _relays(self, value: fx.Node) -> bool:
         return is_relayout(value) and self.assignment.nodes[value].rule is not None
@@ -118,6 +155,10 @@ class _Insertion:
         cuts = tuple(cut if same else None for cut, same in zip(decided.cuts, kept, strict=True))
         meta = {**value.meta, "backward": reader.meta["backward"], "sharding": target, "cuts": cuts}
         return add_call(self.graph, value.target, args, kwargs, {**meta, "rule": decided.rule})
+
+
+def _width(dtype: torch.dtype) -> int:
+    return dtype.itemsize
 
 
 def gathers(source: Sharding, target: Sharding) -> bool:

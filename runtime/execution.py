@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import BoxedCodeGen, below_autograd, dtensor_like
 from autopar.graph import GraphInput, InputKind
-from autopar.program import COLLECTIVE_KINDS, LocalProgram, collective_axis
+from autopar.program import COLLECTIVE_KINDS, DeferredBackward, LocalGraph, LocalProgram, collective_axis
+from autopar.runtime.accumulation import Accumulation
 from autopar.runtime.parameters import Layout
 from autopar.runtime.roles import ForwardRoles, GradientRoles
 
@@ -30,10 +32,12 @@ class CompiledStep:
         program: the rewritten program; its parameter and buffer paths are names in the model, its input paths are
             those that `flatten` gives.
         rebuild_output: makes the module's return value from the values of the forward graph's `OUTPUT`s, in order.
+        defer: takes the gradients' reductions out of the backward graph; asked when that is first wanted.
     """
 
     program: LocalProgram
     rebuild_output: Callable[[Sequence[Any]], Any]
+    defer: Callable[[LocalGraph], DeferredBackward] | None = None
 
 
 def bind_graph(module: fx.GraphModule, device_mesh: DeviceMesh, axes: Sequence[str]) -> Boxed:
@@ -58,8 +62,9 @@ class BoundStep:
         parameters: Mapping[str, DTensor],
         buffers: Mapping[str, Tensor],
         trained_inputs: Sequence[str],
+        accumulation: Accumulation,
     ) -> None:
-        self.compiled = compiled
+        self.compiled, self._layout, self.accumulation = compiled, layout, accumulation
         program = compiled.program
         axes, self._device_type = program.mesh.names, layout.device.type
         self._position = dict(zip(axes, program.mesh.coordinate(layout.rank), strict=True))
@@ -70,7 +75,7 @@ class BoundStep:
         self._backward: Boxed | None = None
         if program.backward is not None:
             self._backward = bind_graph(program.backward.module, layout.device_mesh, axes)
-            self._backward_inputs = program.backward.inputs
+            self._backward_inputs, self._num_gradients = program.backward.inputs, len(program.backward.outputs)
             self._gradients = GradientRoles.of(program.backward, program.forward, parameters, program.mesh.num_ranks)
             self._gradients.require(trained_inputs)
             used = {id(parameters[s.path]): s.path for s in program.forward.inputs if s.kind is InputKind.PARAM}
@@ -113,9 +118,11 @@ class BoundStep:
         assert spec.kind is InputKind.SEED, spec
         return seed
 
-    def run_backward(self, saved: list[Any], tangents: Sequence[Tensor | None], seed: int) -> list[Any]:
-        """Gradients in the order of `trained`.  Empties `saved`, so that each value dies at its last use."""
-        assert self._backward is not None
+    def run_backward(
+        self, saved: list[Any], tangents: Sequence[Tensor | None], seed: int, reduce: bool = True
+    ) -> list[Any]:
+        """Gradients in the order of `trained`; those that wait for a reduction are None without `reduce`, and with it
+        have what waited before added.  Empties `saved`, so that each value dies at its last use."""
         by_path = dict(zip(self._roles.saved_paths, saved, strict=True))
         saved.clear()
         roles, values = self._gradients, []
@@ -128,14 +135,56 @@ class BoundStep:
                 values.append(self._input(spec, {}, seed))
         by_path.clear()
         with below_autograd():
-            results = self._backward(values)
-        gradients = []
+            gradients = self._compute_gradients(values, reduce)
+        return [self._wrap(gradients[key], *key) for key in self.trained]
+
+    def _compute_gradients(self, values: list[Any], reduce: bool) -> dict[tuple[InputKind, str], Tensor | None]:
+        if reduce and not self.accumulation:
+            assert self._backward is not None
+            return self._by_name(list(self._backward(values)))
+        compute, _ = self._parts
+        results = list(compute(values))
+        gradients = self._by_name(results)
+        self.accumulation.add(self, results[self._num_gradients :])
+        del results
+        for step, waiting in self.accumulation.take() if reduce else ():
+            assert isinstance(step, BoundStep)
+            for key, reduced in step._reduce(waiting).items():
+                before = gradients.get(key)
+                if reduced is not None:
+                    gradients[key] = reduced if before is None else before + reduced
+        return gradients
+
+    def _reduce(self, waiting: list[Any]) -> dict[tuple[InputKind, str], Tensor | None]:
+        """The gradients of what has waited; empties `waiting`."""
+        _, reduce = self._parts
+        specs = self._deferred.reduce.inputs[len(waiting) :]
+        waiting += [self._input(spec, {}, 0) for spec in specs]
+        return self._by_name(list(reduce(waiting)))
+
+    @cached_property
+    def _deferred(self) -> DeferredBackward:
+        program, defer = self.compiled.program, self.compiled.defer
+        assert program.backward is not None
+        assert defer is not None, "compiled without a way to defer reductions"
+        return defer(program.backward)
+
+    @cached_property
+    def _parts(self) -> tuple[Boxed, Boxed]:
+        """The backward graph up to the gradients' reductions, and these."""
+        mesh, axes = self._layout.device_mesh, self.compiled.program.mesh.names
+        deferred = self._deferred
+        return bind_graph(deferred.compute.module, mesh, axes), bind_graph(deferred.reduce.module, mesh, axes)
+
+    def _by_name(self, results: list[Any]) -> dict[tuple[InputKind, str], Tensor | None]:
+        """What a backward graph returned, by what it is the gradient of."""
+        gradients = {}
         for kind, path in self.trained:
-            position = roles.position(kind, path, self._parameters)
+            position = self._gradients.position(kind, path, self._parameters)
             local = None if position is None else results[position]
-            if local is not None and position in roles.clones:
+            if local is not None and position in self._gradients.clones:
                 local = local.clone(memory_format=torch.contiguous_format)
-            gradients.append(self._wrap(local, kind, path))
+            gradients[kind, path] = local
         return gradients
 
     def _wrap(self, local: Tensor | None, kind: InputKind, path: str) -> Tensor | None:
@@ -157,7 +206,7 @@ class _Step(torch.autograd.Function):
         ctx: Any, step: BoundStep, tensors: Mapping[str, Tensor], seed: int, *leaves: Tensor
     ) -> tuple[Any, ...]:
         outputs, saved = step.run_forward(tensors, seed)
-        ctx.step, ctx.seed = step, seed
+        ctx.step, ctx.seed, ctx.reduce = step, seed, not step.accumulation.active
         # Autograd keeps the tensors, so that it notices one that is changed in place before backward.
         ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
         ctx.constants = [None if isinstance(value, Tensor) else value for value in saved]
@@ -176,4 +225,4 @@ class _Step(torch.autograd.Function):
         ]
         del remaining
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, so that they can be freed while this runs
-        return (None, None, None, *ctx.step.run_backward(saved, tangents, ctx.seed))
+        return (None, None, None, *ctx.step.run_backward(saved, tangents, ctx.seed, ctx.reduce))

@@ -6,6 +6,7 @@ import hashlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from autopar.errors import BatchError, InputError, MeshError, PlanError, StaleMo
 from autopar.graph import describe_value
 from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.runtime.accumulation import Accumulation
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import BoundStep, CompiledStep
 from autopar.runtime.parameters import Layout, ShardedParameters, full_to_placed, planned, unplanned
@@ -102,6 +104,7 @@ class ParallelModule(nn.Module):
         self._sharded = ShardedParameters(model, self._control, self._layout, rest)
         self._steps: OrderedDict[Hashable, tuple[int, BoundStep]] = OrderedDict()
         self._num_compiled = self._num_forwards = 0
+        self._accumulation = Accumulation()
         self._base_seed = self._control.gather(torch.initial_seed())[0] % 2**40
 
     @property
@@ -151,6 +154,34 @@ class ParallelModule(nn.Module):
         call = self._agree_on_call(args, kwargs)
         if call.key not in self._steps:
             self._specialise(call, args, kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without reducing them: the forward calls made inside give gradients that are summed on
+        each rank, and reduced with those of the next backward pass of a call made outside.
+
+        As with DDP and FSDP, which have it under the same name, gradients of N micro-steps move once instead of N
+        times.  It costs each rank its gradients before reduction, of whole parameters however these rest; under ZeRO-2
+        and 3 that is what those strategies avoid to hold, so that plain accumulation, which needs no block, is often
+        the better choice.  Until the reduction `p.grad` lacks them.  `zero_grad` of this module drops what waits; that
+        of an optimizer does not.
+
+            with pm.no_sync():
+                for micro_batch in micro_batches[:-1]:
+                    pm(*micro_batch).backward()
+            pm(*micro_batches[-1]).backward()
+            optimizer.step()
+        """
+        before, self._accumulation.active = self._accumulation.active, True
+        try:
+            yield
+        finally:
+            self._accumulation.active = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`; gradients that wait for their reduction (see `no_sync`) are dropped, too."""
+        self._accumulation.clear()
+        super().zero_grad(set_to_none)
 
     def export(self, directory: str | Path) -> list[Path]:
         """Write the program used last as readable, runnable Python, with the plan and a diagram.
@@ -202,7 +233,7 @@ class ParallelModule(nn.Module):
         device = self._layout.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         trains = grad and (self._sharded.any_trained or any(wanted for _, _, _, wanted in inputs))
-        mode = f"training={self.training}, gradients={trains}, autocast={autocast}"
+        mode = f"training={self.training}, gradients={trains}, autocast={autocast}, no_sync={self._accumulation.active}"
         shapes = ", ".join(f"{path} {describe_value(tensor)}" for path, tensor in tensors) or "no tensors"
         return _Call(
             dict(tensors), (inputs, constants, self._sharded.training_modes, trains, autocast), trains, shapes, mode
@@ -239,7 +270,8 @@ class ParallelModule(nn.Module):
         if self._plan is None:
             self._adopt(plan)
         trained_inputs = [path for path, tensor in call.tensors.items() if call.trains and tensor.requires_grad]
-        step = BoundStep(compiled, self._layout, self._sharded.by_name, _Buffers(self._model), trained_inputs)
+        buffers = _Buffers(self._model)
+        step = BoundStep(compiled, self._layout, self._sharded.by_name, buffers, trained_inputs, self._accumulation)
         self._steps[call.key] = (self._num_compiled, step)
         self._num_compiled += 1
         if len(self._steps) > self._max_specialisations:

@@ -63,7 +63,7 @@ class GradientRoles:
     """For each tangent's position among the backward inputs: which output it is of, what to divide it by, its shape."""
     undifferentiable: list[int]
     clones: frozenset[int]
-    """Gradients whose memory belongs to an input of the graph or is another gradient's too."""
+    """Gradients whose memory belongs to an input of the graph or is that of another gradient too."""
 
     @classmethod
     def of(
@@ -83,10 +83,10 @@ class GradientRoles:
                 of_parameter[key] = index
             else:
                 of_input[spec.path] = index
-            memory = _memory_of(nodes[index])
-            if memory.op == "placeholder" or memory in owned:
+            part = _part_of_buffer(nodes[index])
+            if _memory_of(part).op == "placeholder" or part in owned:
                 clones.add(index)
-            owned.add(memory)
+            owned.add(part)
         outputs = [
             (spec.path, sharding)
             for spec, sharding in zip(forward.outputs, forward.output_shardings, strict=True)
@@ -141,6 +141,14 @@ def _memory_of(node: Any) -> Any:
     """The node whose result holds the memory that this one returns: follows views and waits."""
     while isinstance(node, fx.Node) and _is_view(node):
         node = node.args[0]
+    return node
+
+
+def _part_of_buffer(node: fx.Node) -> fx.Node:
+    """As `_memory_of`, but no further than to a part of a buffer in which several values travelled together: such parts
+    do not overlap."""
+    while _is_view(node) and not (node.target is torch.ops.aten.slice.Tensor and node.meta.get("layout")):
+        node = node.args[0]  # type: ignore[assignment]
     return node
 
 

@@ -197,6 +197,7 @@ POINTWISE = [
     case(aten.frexp.Tensor, f(6, 2)),
     case(aten.clone.default, f(6, 2), memory_format=torch.contiguous_format),
     case(aten._to_copy.default, f(6, 2), dtype=torch.float32),
+    case(aten._to_copy.default, f(6, 2), dtype=torch.float64),
     case(aten.detach.default, f(6, 2)),
     case(aten.alias.default, f(6, 2)),
     case(aten.copy.default, f(6, 4), f(4)),
