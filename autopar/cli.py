@@ -26,16 +26,17 @@ from autopar.errors import AutoparError, InfeasibleBudgetError, InputError
 from autopar.models import find_model, model_shapes
 from autopar.plan import Plan
 from autopar.plan_file import load_plan, save_plan
+from autopar.precision import compute_dtype
 
 
-class Precision(str, enum.Enum):
-    """What parameters are cast to."""
+class Dtype(str, enum.Enum):
+    """What parameters rest in."""
 
     FP32 = "fp32"
     BF16 = "bf16"
 
 
-_DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
+_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}
 
 ModelArgument = Annotated[
     str,
@@ -59,10 +60,17 @@ SeqOption = Annotated[
 ]
 OptimizerOption = Annotated[str, typer.Option(help="Whose state counts: adamw, sgd, adafactor, adamw_8bit, …")]
 PrecisionOption = Annotated[
-    Precision | None,
+    str | None,
+    typer.Option(
+        help="Compute in bf16 (or fp16) while parameters rest, and gradients are summed, in float32, or in --dtype. By "
+        "default the model computes in the dtype of its parameters."
+    ),
+]
+DtypeOption = Annotated[
+    Dtype | None,
     typer.Option(
         help="Cast the parameters, as model.to(dtype) does: with bf16 gradients and optimizer state are bfloat16 too, "
-        "and there is no float32 copy. By default they stay as the model is made: float32, or what the config says."
+        "and there is no float32 copy. By default float32 with --precision, else what the config says."
     ),
 ]
 StrategyOption = Annotated[str, typer.Option(help="auto, or a named one: ddp, zero1, zero2, zero3, hsdp, tp, tp+sp, …")]
@@ -89,6 +97,7 @@ def plan_command(
     seq: SeqOption = None,
     optimizer: OptimizerOption = "adamw",
     precision: PrecisionOption = None,
+    dtype: DtypeOption = None,
     strategy: StrategyOption = "auto",
     mesh: MeshOption = None,
     layers: LayersOption = None,
@@ -101,8 +110,9 @@ def plan_command(
         if json_path is not None and not json_path.parent.is_dir():
             raise InputError(f"cannot write {str(json_path)!r}: there is no directory {str(json_path.parent)!r}")
         words, plan = _make_plan(
-            model, cluster, mem_gb, batch, seq, optimizer, precision, strategy=strategy, mesh=mesh, layers=layers
-        )
+            model, cluster, mem_gb, batch, seq, optimizer, precision, dtype,
+            strategy=strategy, mesh=mesh, layers=layers,
+        )  # fmt: skip
         typer.echo(f"{words}\n\n{plan}")
         if json_path is not None:
             save_plan(plan, json_path)
@@ -121,6 +131,7 @@ def explain_command(
     seq: SeqOption = None,
     optimizer: OptimizerOption = "adamw",
     precision: PrecisionOption = None,
+    dtype: DtypeOption = None,
     strategy: StrategyOption = "auto",
     mesh: MeshOption = None,
     layers: LayersOption = None,
@@ -128,7 +139,7 @@ def explain_command(
     """Say why a module of MODEL runs as it does, and what the other candidates cost there."""
     with _errors_as_exit_codes():
         if _is_plan_file(Path(model)):
-            asked = (cluster, mem_gb, batch, seq, precision, mesh, layers)
+            asked = (cluster, mem_gb, batch, seq, precision, dtype, mesh, layers)
             if any(value is not None for value in asked):
                 raise InputError(f"{model} is a plan that is made already: only --module goes with it")
             plan = load_plan(model)
@@ -136,8 +147,9 @@ def explain_command(
             raise InputError(f'which cluster is {model} planned for? Give --cluster, such as "8xA100-80GB"')
         else:
             plan = _make_plan(
-                model, cluster, mem_gb, batch, seq, optimizer, precision, strategy=strategy, mesh=mesh, layers=layers
-            )[1]
+                model, cluster, mem_gb, batch, seq, optimizer, precision, dtype,
+                strategy=strategy, mesh=mesh, layers=layers,
+            )[1]  # fmt: skip
         typer.echo(plan.explain(module))
 
 
@@ -148,7 +160,8 @@ def _make_plan(
     batch: int | None,
     seq: int | None,
     optimizer: str,
-    precision: Precision | None,
+    precision: str | None,
+    dtype: Dtype | None,
     *,
     strategy: str,
     mesh: str | None,
@@ -156,6 +169,9 @@ def _make_plan(
 ) -> tuple[str, Plan]:
     """Words for what is planned, and the plan."""
     described = Cluster.parse(cluster)
+    compute_dtype(precision)  # refused before any work
+    if dtype is None and precision is not None:
+        dtype = Dtype.FP32
     with _progress() as say, _prints_to_stderr():
         say(f"reading {model}")
         call = find_model(
@@ -163,7 +179,7 @@ def _make_plan(
             described.num_ranks,
             batch=batch,
             seq=seq,
-            dtype=None if precision is None else _DTYPES[precision],
+            dtype=None if dtype is None else _DTYPES[dtype],
             num_layers=layers,
         )
         say(f"planning {model} on {described}")
@@ -175,6 +191,7 @@ def _make_plan(
             mesh=mesh,
             strategy=strategy,
             optimizer=optimizer,
+            precision=precision,
         )
     return call.words, plan
 

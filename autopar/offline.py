@@ -37,6 +37,8 @@ def plan(
     strategy: str | Plan = AUTO,
     optimizer: OptimizerLike = "adamw",
     batch_dims: Mapping[str, int | None] | None = None,
+    precision: str | None = None,
+    accumulate: int = 1,
 ) -> Plan:
     """The plan that `parallelize` would make on a cluster, made without it.
 
@@ -51,7 +53,7 @@ def plan(
         mesh: shape of the mesh, `"2x8"` or `(2, 8)`; by default nodes × devices of each, or flat on one node.
         strategy: `auto`, a named strategy, or a `Plan` to be priced.
         optimizer: whose memory counts, as in `parallelize`.
-        batch_dims: as in `parallelize`.
+        batch_dims, precision, accumulate: as in `parallelize`.
 
     Raises:
         InputError: if an argument cannot be read, or names an unknown device, strategy or optimizer.
@@ -61,7 +63,8 @@ def plan(
         PlanError: if the strategy is a plan for another model.
     """
     name = AUTO if isinstance(strategy, Plan) or strategy == AUTO else canonical_name(strategy)
-    compiler, joint = _trace(model, cluster, mem_gb, example_inputs, mesh, name, optimizer, batch_dims)
+    settings = {"optimizer": optimizer, "batch_dims": batch_dims, "precision": precision, "accumulate": accumulate}
+    compiler, joint = _trace(model, cluster, mem_gb, example_inputs, mesh, name, settings)
     return compiler.given(joint, strategy) if isinstance(strategy, Plan) else compiler.plan(joint)
 
 
@@ -74,20 +77,23 @@ def pareto(
     mesh: MeshShape | None = None,
     optimizer: OptimizerLike = "adamw",
     batch_dims: Mapping[str, int | None] | None = None,
+    precision: str | None = None,
+    accumulate: int = 1,
 ) -> Pareto:
     """Step time against memory: the plans that no other beats in both, by rising peak.
 
     Each point's plan is what `plan` returns for a budget of just its peak.  Printed, it says what one more GiB buys.
 
     Args:
-        model, cluster, example_inputs, mesh, optimizer, batch_dims: as in `plan`.
+        model, cluster, example_inputs, mesh, optimizer, batch_dims, precision, accumulate: as in `plan`.
         budgets: budgets in GiB for which a point is wanted, instead of the whole frontier.
 
     Raises:
         InputError, MeshError, TraceError: as `plan`.
         InfeasibleBudgetError: without budgets, if nothing fits the device.  (A budget that nothing fits has no point.)
     """
-    compiler, joint = _trace(model, cluster, None, example_inputs, mesh, AUTO, optimizer, batch_dims)
+    settings = {"optimizer": optimizer, "batch_dims": batch_dims, "precision": precision, "accumulate": accumulate}
+    compiler, joint = _trace(model, cluster, None, example_inputs, mesh, AUTO, settings)
     limits = None if budgets is None else [budget_bytes(gb, compiler.cluster) for gb in budgets]
     costs = [(p.simulation.memory.total, p.simulation.step_time_s) for p in compiler.candidates(joint)]
     smallest = min(peak_bytes for peak_bytes, _ in costs)
@@ -112,15 +118,14 @@ def _trace(
     example_inputs: Any,
     mesh: MeshShape | None,
     strategy: str,
-    optimizer: OptimizerLike,
-    batch_dims: Mapping[str, int | None] | None,
+    settings: Mapping[str, Any],
 ) -> tuple[Compiler, JointGraph]:
     check_module(model)
     described = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster)
     args, kwargs = split_call(example_inputs)
     budget_bytes(mem_gb, described)  # refused before any work
     sizes = _mesh_sizes(described, mesh)
-    compiler = Compiler(model, sizes, described, mem_gb, strategy, optimizer, batch_dims)
+    compiler = Compiler(model, sizes, described, mem_gb, strategy, **settings)
     return compiler, compiler.trace(args, kwargs, torch.is_grad_enabled())
 
 

@@ -75,7 +75,7 @@ def test_a_config_is_planned_saved_and_explained(config: Path) -> None:
 
 
 def test_options_reach_the_planner(config: Path) -> None:
-    options = ("--strategy", "hsdp", "--mesh", "4x2", "--optimizer", "sgd", "--mem-gb", "3.5", "--precision", "bf16")
+    options = ("--strategy", "hsdp", "--mesh", "4x2", "--optimizer", "sgd", "--mem-gb", "3.5", "--dtype", "bf16")
     code, out, err = run("plan", str(config), "--cluster", "2x4 H100-80GB", *options, "--layers", "1")
     assert code == 0, err
     # By default one sequence a rank, of as many tokens as the model takes.
@@ -86,9 +86,22 @@ def test_options_reach_the_planner(config: Path) -> None:
     assert "transformer.h.1" not in out
 
 
+def test_mixed_precision_keeps_parameters_wide(config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    code, out, err = run(
+        "plan", str(config), "--cluster", "4 cpu", "--precision", "bf16", "--strategy", "ddp", "--json", str(file)
+    )
+    assert code == 0, err
+    assert "parameters in float32" in out
+    report = autopar.load_plan(file).report
+    assert report is not None
+    assert report.precision == "bf16"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (("plan", "CONFIG", "--cluster", "4 cpu", "--precision", "int8"), 2, "no precision 'int8'; choose one of fp32"),
         (("plan", "gtp2", "--cluster", "4 cpu"), 2, r"no model 'gtp2': give a built-in shape (gpt2, gpt2-medium"),
         (("plan", "CONFIG", "--cluster", "4 X9"), 2, "unknown device 'X9'"),
         (("plan", "CONFIG", "--cluster", "4 cpu", "--batch", "6"), 2, "cannot be cut evenly over 4 ranks: use 4 or 8"),
