@@ -3,7 +3,10 @@
 pm = autopar.parallelize(model, mesh, mem_gb=80)     # trace, plan, rewrite, shard the parameters in place
 print(pm.plan)                                       # per-layer placements, memory, step time, alternatives
 pm.export("debug/")                                  # the rewritten graph, readable and re-runnable
+plan = autopar.plan(model, "2x8 H100-80GB", example_inputs=batch)   # the same plan without the cluster
 """
+
+# `autopar.plan` is the function; `from autopar.plan import Plan` still finds the module of that name.
 
 from autopar.api import parallelize, verify
 from autopar.errors import (
@@ -18,8 +21,10 @@ from autopar.errors import (
     TraceError,
     VerificationError,
 )
+from autopar.frontier import Pareto
+from autopar.offline import pareto, plan
 from autopar.plan import Plan, break_even
-from autopar.plan_file import load_plan
+from autopar.plan_file import load_plan, save_plan
 from autopar.rules import register_sharding_rule
 from autopar.runtime.module import ParallelModule
 from autopar.verification import VerifyReport
@@ -33,6 +38,7 @@ __all__ = [
     "InputError",
     "MeshError",
     "ParallelModule",
+    "Pareto",
     "Plan",
     "PlanError",
     "RuleError",
@@ -43,6 +49,9 @@ __all__ = [
     "break_even",
     "load_plan",
     "parallelize",
+    "pareto",
+    "plan",
     "register_sharding_rule",
+    "save_plan",
     "verify",
 ]

@@ -67,7 +67,7 @@ def parallelize(
         InfeasibleBudgetError: if nothing fits; says the smallest budget that does.
         TraceError: if the model cannot be traced to one graph.
     """
-    _check_module(model)
+    check_module(model)
     if not isinstance(strategy, Plan) and strategy != AUTO:
         strategy = canonical_name(strategy)
     device_mesh = _live_mesh(model, mesh)
@@ -128,7 +128,7 @@ def verify(
         raise InputError(f'verify needs the mesh to make a {plan!r} plan for, such as mesh=4 or mesh="2x2"')
     if isinstance(plan, Plan) and mesh is not None and math.prod(parse_shape(mesh)) != plan.mesh.num_ranks:
         raise MeshError(f"mesh {mesh!r} is not the plan's, which is {plan.mesh}: leave mesh out")
-    _check_module(model)
+    check_module(model)
     args, kwargs = split_call(example_inputs)
     copied, args, kwargs = in_float64(model, args, kwargs)
     sizes = plan.mesh.sizes if isinstance(plan, Plan) else parse_shape(mesh)  # type: ignore[arg-type]
@@ -142,7 +142,8 @@ def verify(
     return compare(joint, compiler.compile(joint, made), made, copied, args, kwargs)
 
 
-def _check_module(model: object) -> None:
+def check_module(model: object) -> None:
+    """Raise an `InputError` for what is no module, such as a class."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model must be an nn.Module instance, got {model!r}")
 
@@ -221,4 +222,4 @@ def _device_type(model: nn.Module) -> str:
     return kinds.pop() if kinds else ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-__all__ = ["MeshLike", "parallelize", "split_call", "verify"]
+__all__ = ["MeshLike", "check_module", "parallelize", "split_call", "verify"]

@@ -105,8 +105,11 @@ class Compiler:
             InfeasibleBudgetError: if no candidate fits the budget.
             MeshError: if the strategy cannot use the mesh.
         """
+        return self.plan_within(joint, budget_bytes(self.mem_gb, self.cluster))
+
+    def plan_within(self, joint: JointGraph, budget: int) -> Plan:
+        """`plan` for a budget in bytes; the candidates are simulated once for all budgets."""
         priced = self.candidates(joint)
-        budget = budget_bytes(self.mem_gb, self.cluster)
         fitting = [p for p in priced if p.simulation.memory.total <= budget]
         if not fitting:
             raise self._infeasible(joint, priced, budget)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopar import batch_norm
 from autopar._compat import OpOverload, core_decompositions, detect_fake_mode
 from autopar.graph import JointGraph
 
@@ -98,10 +99,10 @@ def _swapped_dims(node: fx.Node) -> frozenset[int] | None:
     return None
 
 
-def decompose_losses(graph: fx.Graph) -> None:
-    """Replace loss ops, forward and backward, by pointwise ops, gathers and sums over the global batch."""
+def decompose_batch_ops(graph: fx.Graph) -> None:
+    """Replace losses and batch norms, both passes, by pointwise ops, gathers and sums over the global batch."""
     for node in _calls(graph):
-        decomposition = _loss_decompositions().get(node.target)
+        decomposition = _loss_decompositions().get(node.target) or batch_norm.DECOMPOSITIONS.get(node.target)
         if decomposition is not None:
             replace_by_function(node, decomposition)
 
@@ -176,7 +177,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     drop_assertions,
     drop_no_ops,
     cancel_transposes,
-    decompose_losses,  # before the means: some losses become one
+    decompose_batch_ops,  # before the means: some losses become one
     decompose_means,
     drop_no_ops,  # what the decompositions left
     merge_equal_nodes,

@@ -44,6 +44,17 @@ _LINEAR = {
     aten.full_like,
     aten.empty_like,
     aten.native_dropout_backward,
+    aten.softplus_backward,
+    aten.log_sigmoid_backward,
+    aten.log_sigmoid_forward,
+    aten._prelu_kernel,
+    aten._prelu_kernel_backward,
+    aten._conj,
+    aten._conj_physical,
+    aten.resolve_conj,
+    aten.fill.Tensor,
+    aten.fill.Scalar,
+    aten.floor_divide,
 )
 def pointwise(call: Call) -> OpRule:
     """Every output element depends on the inputs' elements at the same (broadcast) position."""

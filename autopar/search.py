@@ -22,7 +22,7 @@ from autopar.graph import JointGraph
 from autopar.layouts import MODES, Layout, find_layouts, storages
 from autopar.plan import RECOMPUTE_LEVELS, Plan
 from autopar.regions import find_regions, region_of
-from autopar.solver import Choice, OptionCost, Problem, all_choices, peak, smallest, solve, step_time
+from autopar.solver import Choice, OptionCost, Problem, enumerated, peak, smallest, solve, step_time
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,9 @@ def _frontier(searches: Sequence[_LayoutSearch]) -> list[tuple[_LayoutSearch, ob
 def _worth_trying(problem: Problem) -> list[Choice]:
     """Choices from the smallest to the fastest: in a small problem all that may be best under some budget, as far as
     estimates can tell; else the solutions for a row of limits."""
-    choices = all_choices(problem, MAX_CHOICES)
-    if choices is not None:
-        measured = [(peak(problem, c), step_time(problem, c), c) for c in choices]
-        shortest, kept = math.inf, []
-        for _, time_s, choice in sorted(measured):
-            if time_s <= shortest * (1 + _SLACK):
-                kept.append(choice)
-            shortest = min(shortest, time_s)
-        return kept
+    choices = enumerated(problem)
+    if choices is not None and len(choices.peak) <= MAX_CHOICES:
+        return [choices.choice(i) for i in choices.worth_trying(_SLACK)]
     least, fastest = smallest(problem), solve(problem, math.inf)
     low, high = peak(problem, least), peak(problem, fastest or least)
     limits = (low + (high - low) * (i + 1) / NUM_LIMITS for i in range(NUM_LIMITS))
@@ -133,7 +127,7 @@ def _worth_trying(problem: Problem) -> list[Choice]:
 
 
 LAYOUT_NODES, MIN_LAYOUTS = 40_000, 8
-"""How much simulation, in nodes of graphs, goes into layouts' first plans, and how many layouts there are at least."""
+"""How much simulation, in nodes of graphs, goes into first plans of layouts, and how many there are at least."""
 
 EXHAUSTED_NODES, POLISHED_NODES = 20_000, 10_000
 """How much simulation, in nodes of graphs, a problem may take to be tried in full, and how much goes into polishing

@@ -37,6 +37,11 @@ def render_plan(plan: Plan, width: int = 120) -> str:
             parts.append(Group("Candidates", _candidate_table(report.candidates)))
         if report.replicated_ops:
             parts.append(_replicated_note(report.replicated_ops))
+    return as_text(parts, width)
+
+
+def as_text(parts: Iterable[RenderableType], width: int = 120) -> str:
+    """What rich would print, as plain text of at most `width` columns with an empty line between the parts."""
     file = io.StringIO()
     console = Console(
         file=file, width=width, color_system=None, force_terminal=False, markup=False, highlight=False, emoji=False

@@ -7,15 +7,15 @@ the gradients); what comes and goes is there on top of either, as much as the gr
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
+
+from autopar.enumeration import Choices, enumerate_choices, num_choices
 
 
 @dataclass(frozen=True)
@@ -78,28 +78,31 @@ def solve(problem: Problem, limit: float) -> Choice | None:
 
     Of equally fast ones it takes one that needs little memory.
     """
+    choices = enumerated(problem)
+    if choices is not None:
+        index = choices.fastest(limit)
+        return None if index is None else choices.choice(index)
     return _solve(problem, limit, by_time=True)
 
 
-def all_choices(problem: Problem, most: int) -> list[Choice] | None:
-    """Every choice of options that are not beaten by others, if there are no more than `most`."""
-    per_class = []
-    num = 1
-    for count, costs in zip(problem.counts, problem.costs, strict=True):
-        open_to = [i for i, cost in enumerate(costs) if not _beaten(cost, costs)]
-        num *= math.comb(count + len(open_to) - 1, count)
-        if num > most:
-            return None
-        per_class.append([_counted(taken, len(costs)) for taken in combinations_with_replacement(open_to, count)])
-    return list(itertools.product(*per_class))
+MAX_ENUMERATED = 200_000
+"""Up to so many choices are all worked out; beyond, HiGHS solves."""
 
 
-def _counted(taken: Sequence[int], num_options: int) -> tuple[int, ...]:
-    return tuple(taken.count(i) for i in range(num_options))
+@lru_cache(maxsize=4)
+def enumerated(problem: Problem) -> Choices | None:
+    """Every choice of options that others do not beat, if there are not too many."""
+    open_to = [[i for i, cost in enumerate(costs) if not _beaten(cost, costs)] for costs in problem.costs]
+    if num_choices(problem.counts, [len(options) for options in open_to]) > MAX_ENUMERATED:
+        return None
+    return enumerate_choices(problem.counts, open_to, [[_measures(c) for c in costs] for costs in problem.costs])
 
 
 def smallest(problem: Problem) -> Choice:
     """The choice with the smallest peak."""
+    choices = enumerated(problem)
+    if choices is not None:
+        return choices.choice(int(choices.peak.argmin()))
     choice = _solve(problem, None, by_time=False)
     assert choice is not None, "without a limit every choice is possible"
     return choice

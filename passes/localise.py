@@ -73,8 +73,10 @@ Resizer = Callable[[fx.Node, Call, Sequence[int]], None]
 def _localise_sizes(node: fx.Node, value: Any) -> None:
     resize = _RESIZERS.get(node.target)
     if resize is not None:
-        shape = node.meta["val"][0].shape if isinstance(value, (tuple, list)) else node.meta["val"].shape
-        resize(node, Call(node), [int(n) for n in shape])
+        local = node.meta["val"]
+        # Of several outputs the first that is there: a gradient that nobody wants is None.
+        first = next(v for v in local if isinstance(v, torch.Tensor)) if isinstance(local, tuple) else local
+        resize(node, Call(node), [int(n) for n in first.shape])
 
 
 def _set(node: fx.Node, call: Call, **changes: Any) -> None:
@@ -136,6 +138,19 @@ def _embedding_backward(node: fx.Node, call: Call, shape: Sequence[int]) -> None
     _set(node, call, num_weights=shape[0])
 
 
+def _bias_size(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    if call["bias_sizes"] is not None:
+        _set(node, call, bias_sizes=[int(call["grad_output"].meta["val"].shape[1])])
+
+
+def _num_images(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    _set(node, call, N=int(call["input"].meta["val"].shape[0]))
+
+
+def _input_size(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    _set(node, call, input_size=list(shape))
+
+
 _RESIZERS: dict[Any, Resizer] = {
     aten.view.default: _reshape,
     aten._unsafe_view.default: _reshape,
@@ -160,12 +175,23 @@ _RESIZERS: dict[Any, Resizer] = {
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
+    aten.convolution_backward.default: _bias_size,
+    aten.native_group_norm.default: _num_images,
+    aten.native_group_norm_backward.default: _num_images,
+    aten.upsample_nearest1d_backward.default: _input_size,
+    aten.upsample_nearest2d_backward.default: _input_size,
+    aten.upsample_nearest3d_backward.default: _input_size,
+    aten.upsample_bilinear2d_backward.default: _input_size,
+    aten.upsample_bicubic2d_backward.default: _input_size,
 }
 
 
 _DENSE_ARGUMENTS: dict[Any, tuple[str, ...]] = {
     aten.native_layer_norm_backward.default: ("mean", "rstd"),
     aten._fused_rms_norm_backward.default: ("rstd",),
+    aten.native_group_norm.default: ("input",),
+    aten.native_group_norm_backward.default: ("grad_out", "input", "mean", "rstd"),
+    aten.adaptive_max_pool3d_backward.default: ("grad_output", "self", "indices"),
 }
 """Arguments that PyTorch's kernels take to be dense without looking; a slice along an inner dim is not."""
 

@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
         partial(tiny_models.TinyGpt, dropout=0.1, seq=64), tiny_models.token_batch(8, seq=64, vocab=32),
     ),
     "grouped heads": (tiny_models.Llama, tiny_models.token_batch(2, seq=16, vocab=24)),
-    "convolutions": (Conv, (torch.randn(2, 3, 16, 16),)),
+    "convolutions": (Conv, (torch.randn(8, 3, 16, 16),)),
 }  # fmt: skip
 
 
@@ -121,11 +121,11 @@ def test_benchmark_rows() -> None:
         make_batch=lambda rows, seed: ((torch.ones(rows, 4),), {}),
         loss_fn=lambda output: output.square().mean(),
     )
-    row = memory.check(entry, "zero3", "4", 8, "adamw")
+    row = memory.check(entry, "zero3", "4", 8, "adamw", "none")
     assert row["error"] is None
     assert (row["model"], row["strategy"], row["mesh"]) == ("small", "zero3", "4")
     assert row["at_rest_bytes"] < row["tensor_bytes"] <= row["measured_bytes"] <= row["predicted_bytes"]
     assert row["ratio"] == row["predicted_bytes"] / row["measured_bytes"] <= 1.1
-    broken = memory.check(SimpleNamespace(name="broken", build=lambda: 1 // 0), "ddp", "4", 8, "adamw")
+    broken = memory.check(SimpleNamespace(name="broken", build=lambda: 1 // 0), "ddp", "4", 8, "adamw", "none")
     assert "ZeroDivisionError" in broken["error"]
     assert broken.keys() == row.keys()

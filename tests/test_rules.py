@@ -13,9 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_op import OneOp, assert_same, assignment_of, legal_cuts, one_op, run_whole
-from rule_cases import CASES, Case, case, f
+from rule_cases import CASES as GENERAL
+from rule_cases import Case, case, f
+from rule_cases_image import IMAGES
+from rule_cases_scatter import SCATTERS
 
-from autopar import rules, rules_compute, rules_view  # noqa: F401  (the latter two fill the table)
+from autopar import rules, rules_compute, rules_image, rules_scatter, rules_view  # noqa: F401  (fill the table)
 from autopar._compat import OpOverloadPacket
 from autopar.errors import RuleError
 from autopar.mesh import Mesh
@@ -25,6 +28,7 @@ from autopar.rules import OpRule, parse_rule, register_sharding_rule, rule_for
 aten = torch.ops.aten
 GRID = Mesh(("dp", "tp"), (2, 2))
 OBLONG = Mesh(("dp", "tp"), (2, 3))
+CASES = [*GENERAL, *IMAGES, *SCATTERS]
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -383,7 +387,7 @@ def test_rules_that_cannot_be_registered(op: str, rule: str, reduce: dict[str, s
 
 
 def test_an_op_without_a_rule_has_none() -> None:
-    assert rule_for(built(case(aten.sort.default, f(4, 6))).call) is None
+    assert rule_for(built(case(aten.histc.default, f(4, 6))).call) is None
 
 
 # ---- every op that PyTorch calls pointwise

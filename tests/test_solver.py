@@ -5,16 +5,28 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterator
 from itertools import combinations_with_replacement
 
 import pytest
 
-from autopar.solver import Choice, OptionCost, Problem, all_choices, peak, smallest, solve, step_time
+from autopar import solver
+from autopar.solver import Choice, OptionCost, Problem, enumerated, peak, smallest, solve, step_time
 
 NUM_PROBLEMS = 240
 
 TIE = 1e-7
 """Weight of memory beside time, relative to the longest step: as far may a time be from the least."""
+
+
+@pytest.fixture(autouse=True, params=["all choices at once", "HiGHS"])
+def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small problems are enumerated; HiGHS solves the others, and here the small ones as well."""
+    if request.param == "HiGHS":
+        monkeypatch.setattr(solver, "MAX_ENUMERATED", 0)
+    enumerated.cache_clear()
+    yield
+    enumerated.cache_clear()
 
 
 def random_problem(seed: int) -> Problem:
@@ -114,28 +126,40 @@ def test_members_of_one_class_differ_when_that_is_best() -> None:
         assert solve(problem, limit) == ((num_kept, 4 - num_kept),)
 
 
-@pytest.mark.parametrize("seed", range(0, NUM_PROBLEMS, 4))
-def test_all_choices_lack_only_what_others_beat(seed: int) -> None:
-    problem = random_problem(seed)
-    found = all_choices(problem, 10**6)
-    assert found is not None
-    assert len(set(found)) == len(found)
-    listed = set(found)
-    good = [(step_time(problem, c), peak(problem, c)) for c in found]
-    for choice in every_choice(problem):
-        if choice not in listed:
+def listed(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
+    """The choices that are worked out all at once; each with the time and the peak that it has."""
+    monkeypatch.setattr(solver, "MAX_ENUMERATED", 10**6)
+    choices = enumerated(problem)
+    assert choices is not None
+    found = [choices.choice(i) for i in range(len(choices.peak))]
+    assert choices.time_s == pytest.approx([step_time(problem, c) for c in found], rel=1e-12)
+    assert choices.peak == pytest.approx([peak(problem, c) for c in found], rel=1e-12)
+    return found
+
+
+def test_all_choices_lack_only_what_others_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(0, NUM_PROBLEMS, 4):
+        problem = random_problem(seed)
+        found = listed(problem, monkeypatch)
+        assert len(set(found)) == len(found)
+        good = [(step_time(problem, c), peak(problem, c)) for c in found]
+        for choice in set(every_choice(problem)) - set(found):
             time_s, top = step_time(problem, choice), peak(problem, choice)
-            assert any(t <= time_s * (1 + 1e-12) and p <= top * (1 + 1e-12) for t, p in good), choice
-    assert all_choices(problem, len(found)) == found
-    assert all_choices(problem, len(found) - 1) is None
+            assert any(t <= time_s * (1 + 1e-12) and p <= top * (1 + 1e-12) for t, p in good), (seed, choice)
+        for most, is_listed in ((len(found), True), (len(found) - 1, False)):
+            enumerated.cache_clear()
+            monkeypatch.setattr(solver, "MAX_ENUMERATED", most)
+            assert (enumerated(problem) is not None) is is_listed
 
 
-def test_the_filter_keeps_the_first_of_equal_options_and_all_that_are_best_somewhere() -> None:
+def test_the_filter_keeps_the_first_of_equal_options_and_all_that_are_best_somewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     same = OptionCost(1.0, 1.0, 1.0, 1.0, 1.0)
     twin = OptionCost(1.0, 1.0, 1.0, 1.0, 1.0)
     less_saved, less_grads = OptionCost(1.0, 1.0, 0.0, 2.0, 1.0), OptionCost(1.0, 1.0, 2.0, 0.0, 1.0)
     less_transient, worse = OptionCost(1.0, 1.0, 1.0, 1.0, 0.0), OptionCost(1.5, 1.0, 1.0, 1.0, 1.0)
     problem = Problem((1,), ((same, twin, less_saved, less_grads, worse, less_transient),))
     # `same` and `twin` lose to `less_transient`.
-    assert all_choices(problem, 10) == [((0, 0, 1, 0, 0, 0),), ((0, 0, 0, 1, 0, 0),), ((0, 0, 0, 0, 0, 1),)]
-    assert all_choices(Problem((1,), ((same, twin),)), 10) == [((1, 0),)]
+    assert listed(problem, monkeypatch) == [((0, 0, 1, 0, 0, 0),), ((0, 0, 0, 1, 0, 0),), ((0, 0, 0, 0, 0, 1),)]
+    assert listed(Problem((1,), ((same, twin),)), monkeypatch) == [((1, 0),)]

@@ -1,0 +1,235 @@
+"""The command line: `autopar plan` and `autopar explain`.
+
+The answer goes to standard output, and everything else to standard error.  A fault in what was asked for is one
+message and exit code 2; a budget that nothing fits is exit code 3.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from autopar import offline
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError, InfeasibleBudgetError, InputError
+from autopar.models import find_model, model_shapes
+from autopar.plan import Plan
+from autopar.plan_file import load_plan, save_plan
+
+
+class Precision(str, enum.Enum):
+    """What parameters are cast to."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+_DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        # (No colon after `factory`: typer would show an emoji.)
+        help="A built-in shape, a local directory with a Hugging Face config.json, or module:factory, a function in a "
+        "module of this directory that returns a module or (module, example_inputs). Shapes: "
+        f"{', '.join(model_shapes())}.",
+    ),
+]
+ClusterOption = Annotated[str, typer.Option(help='What to plan for: "2x8 H100-80GB" (nodes × devices), "8xA100-80GB".')]
+MemoryOption = Annotated[
+    float | None, typer.Option("--mem-gb", help="Budget in GiB on one device; by default all that it has.")
+]
+BatchOption = Annotated[
+    int | None, typer.Option(help="Sequences of the global batch, which all ranks share; by default one a rank.", min=1)
+]
+SeqOption = Annotated[
+    int | None, typer.Option(help="Tokens of a sequence; by default the model's most, up to 4096.", min=1)
+]
+OptimizerOption = Annotated[str, typer.Option(help="Whose state counts: adamw, sgd, adafactor, adamw_8bit, …")]
+PrecisionOption = Annotated[
+    Precision | None,
+    typer.Option(
+        help="Cast the parameters, as model.to(dtype) does: with bf16 gradients and optimizer state are bfloat16 too, "
+        "and there is no float32 copy. By default they stay as the model is made: float32, or what the config says."
+    ),
+]
+StrategyOption = Annotated[str, typer.Option(help="auto, or a named one: ddp, zero1, zero2, zero3, hsdp, tp, tp+sp, …")]
+MeshOption = Annotated[
+    str | None, typer.Option(help='Shape of the mesh, such as "2x8"; by default nodes × devices of each.')
+]
+LayersOption = Annotated[int | None, typer.Option(help="Other number of layers, for a quick look.", min=1)]
+
+app = typer.Typer(
+    name="autopar",
+    help="Plan the training of a model on a cluster, without the cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command("plan")
+def plan_command(
+    model: ModelArgument,
+    cluster: ClusterOption,
+    mem_gb: MemoryOption = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    optimizer: OptimizerOption = "adamw",
+    precision: PrecisionOption = None,
+    strategy: StrategyOption = "auto",
+    mesh: MeshOption = None,
+    layers: LayersOption = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the plan to this file too.")
+    ] = None,
+) -> None:
+    """Find the fastest way to train MODEL on a cluster within the memory of its devices."""
+    with _errors_as_exit_codes():
+        if json_path is not None and not json_path.parent.is_dir():
+            raise InputError(f"cannot write {str(json_path)!r}: there is no directory {str(json_path.parent)!r}")
+        words, plan = _make_plan(
+            model, cluster, mem_gb, batch, seq, optimizer, precision, strategy=strategy, mesh=mesh, layers=layers
+        )
+        typer.echo(f"{words}\n\n{plan}")
+        if json_path is not None:
+            save_plan(plan, json_path)
+            typer.echo(f"wrote {json_path}", err=True)
+
+
+@app.command("explain")
+def explain_command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|PLAN", help="As for `plan`, or a plan that it wrote (--json).")
+    ],
+    module: Annotated[str, typer.Option(help="Path of a module, such as model.layers.3.mlp; by default all.")] = "",
+    cluster: Annotated[str | None, typer.Option(help="As for `plan`; a plan file brings its own.")] = None,
+    mem_gb: MemoryOption = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    optimizer: OptimizerOption = "adamw",
+    precision: PrecisionOption = None,
+    strategy: StrategyOption = "auto",
+    mesh: MeshOption = None,
+    layers: LayersOption = None,
+) -> None:
+    """Say why a module of MODEL runs as it does, and what the other candidates cost there."""
+    with _errors_as_exit_codes():
+        if _is_plan_file(Path(model)):
+            asked = (cluster, mem_gb, batch, seq, precision, mesh, layers)
+            if any(value is not None for value in asked):
+                raise InputError(f"{model} is a plan that is made already: only --module goes with it")
+            plan = load_plan(model)
+        elif cluster is None:
+            raise InputError(f'which cluster is {model} planned for? Give --cluster, such as "8xA100-80GB"')
+        else:
+            plan = _make_plan(
+                model, cluster, mem_gb, batch, seq, optimizer, precision, strategy=strategy, mesh=mesh, layers=layers
+            )[1]
+        typer.echo(plan.explain(module))
+
+
+def _make_plan(
+    model: str,
+    cluster: str,
+    mem_gb: float | None,
+    batch: int | None,
+    seq: int | None,
+    optimizer: str,
+    precision: Precision | None,
+    *,
+    strategy: str,
+    mesh: str | None,
+    layers: int | None,
+) -> tuple[str, Plan]:
+    """Words for what is planned, and the plan."""
+    described = Cluster.parse(cluster)
+    with _progress() as say, _prints_to_stderr():
+        say(f"reading {model}")
+        call = find_model(
+            model,
+            described.num_ranks,
+            batch=batch,
+            seq=seq,
+            dtype=None if precision is None else _DTYPES[precision],
+            num_layers=layers,
+        )
+        say(f"planning {model} on {described}")
+        plan = offline.plan(
+            call.model,
+            described,
+            mem_gb,
+            example_inputs=call.example_inputs,
+            mesh=mesh,
+            strategy=strategy,
+            optimizer=optimizer,
+        )
+    return call.words, plan
+
+
+def _is_plan_file(path: Path) -> bool:
+    """Whether a file is a saved plan; a config of transformers is JSON too, but has no schema version."""
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return True  # `load_plan` says what is wrong with it
+    return isinstance(content, dict) and "schema_version" in content
+
+
+@contextmanager
+def _errors_as_exit_codes() -> Iterator[None]:
+    try:
+        yield
+    except InfeasibleBudgetError as error:
+        _fail(error, 3)
+    except AutoparError as error:
+        _fail(error, 2)
+
+
+def _fail(error: AutoparError, code: int) -> NoReturn:
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _prints_to_stderr() -> Iterator[None]:
+    """Keep standard output for the answer: HiGHS (1.12) writes to it whatever its options say, and so may a factory."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A function that shows what goes on, and for how long: on a terminal, and not in continuous integration."""
+    console = Console(stderr=True)
+    if not console.is_terminal or os.environ.get("CI"):
+        yield lambda words: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda words: progress.update(task, description=words)
+
+
+__all__ = ["app"]

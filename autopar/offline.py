@@ -1,0 +1,140 @@
+"""Planning for a cluster that is only described: no process group, no GPU, and a model that may be on the meta device.
+
+Nothing of the model's size is allocated: the model is traced on fake tensors, and its programs are simulated, not run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api import check_module, split_call
+from autopar.cluster import Cluster, budget_bytes
+from autopar.compiler import AUTO, Compiler
+from autopar.cost_model.optimizers import OptimizerLike
+from autopar.errors import MeshError
+from autopar.frontier import Pareto, ParetoPoint, fastest_by_peak
+from autopar.graph import JointGraph
+from autopar.infeasible import feasible_gb
+from autopar.mesh import parse_shape
+from autopar.plan import Plan
+from autopar.strategies import canonical_name
+
+MeshShape = int | str | Sequence[int]
+
+
+def plan(
+    model: nn.Module,
+    cluster: str | Cluster,
+    mem_gb: float | None = None,
+    *,
+    example_inputs: Any,
+    mesh: MeshShape | None = None,
+    strategy: str | Plan = AUTO,
+    optimizer: OptimizerLike = "adamw",
+    batch_dims: Mapping[str, int | None] | None = None,
+) -> Plan:
+    """The plan that `parallelize` would make on a cluster, made without it.
+
+    Save it with `autopar.save_plan`; on the cluster, `parallelize(model, mesh, strategy=load_plan(path))` runs it.
+
+    Args:
+        model: an unmodified module; its parameters may be on the meta device.
+        cluster: a description such as `"8xA100-80GB"` or `"2x8 H100-80GB"` (nodes × devices), or a `Cluster`.
+        mem_gb: memory budget in GiB on one device; never more than the device has.  None: all of it.
+        example_inputs: *one rank's* example batch, in a form that `parallelize` takes; its tensors may be on the meta
+            device.
+        mesh: shape of the mesh, `"2x8"` or `(2, 8)`; by default nodes × devices of each, or flat on one node.
+        strategy: `auto`, a named strategy, or a `Plan` to be priced.
+        optimizer: whose memory counts, as in `parallelize`.
+        batch_dims: as in `parallelize`.
+
+    Raises:
+        InputError: if an argument cannot be read, or names an unknown device, strategy or optimizer.
+        MeshError: if the mesh has another number of ranks than the cluster, or the strategy cannot use it.
+        InfeasibleBudgetError: if nothing fits; says the smallest budget that does.
+        TraceError: if the model cannot be traced to one graph.
+        PlanError: if the strategy is a plan for another model.
+    """
+    name = AUTO if isinstance(strategy, Plan) or strategy == AUTO else canonical_name(strategy)
+    compiler, joint = _trace(model, cluster, mem_gb, example_inputs, mesh, name, optimizer, batch_dims)
+    return compiler.given(joint, strategy) if isinstance(strategy, Plan) else compiler.plan(joint)
+
+
+def pareto(
+    model: nn.Module,
+    cluster: str | Cluster,
+    *,
+    example_inputs: Any,
+    budgets: Sequence[float] | None = None,
+    mesh: MeshShape | None = None,
+    optimizer: OptimizerLike = "adamw",
+    batch_dims: Mapping[str, int | None] | None = None,
+) -> Pareto:
+    """Step time against memory: the plans that no other beats in both, by rising peak.
+
+    Each point's plan is what `plan` returns for a budget of just its peak.  Printed, it says what one more GiB buys.
+
+    Args:
+        model, cluster, example_inputs, mesh, optimizer, batch_dims: as in `plan`.
+        budgets: budgets in GiB for which a point is wanted, instead of the whole frontier.
+
+    Raises:
+        InputError, MeshError, TraceError: as `plan`.
+        InfeasibleBudgetError: without budgets, if nothing fits the device.  (A budget that nothing fits has no point.)
+    """
+    compiler, joint = _trace(model, cluster, None, example_inputs, mesh, AUTO, optimizer, batch_dims)
+    limits = None if budgets is None else [budget_bytes(gb, compiler.cluster) for gb in budgets]
+    costs = [(p.simulation.memory.total, p.simulation.step_time_s) for p in compiler.candidates(joint)]
+    smallest = min(peak_bytes for peak_bytes, _ in costs)
+    points: tuple[ParetoPoint | None, ...]
+    if limits is not None:
+        plans = {limit: compiler.plan_within(joint, limit) for limit in limits if limit >= smallest}
+        points = tuple(ParetoPoint(plans[limit]) if limit in plans else None for limit in limits)
+    else:
+        usable = budget_bytes(None, compiler.cluster)
+        compiler.plan_within(joint, usable)  # refuses what does not fit the device at all
+        peaks = [peak_bytes for peak_bytes in fastest_by_peak(costs) if peak_bytes <= usable]
+        points = tuple(ParetoPoint(compiler.plan_within(joint, peak_bytes)) for peak_bytes in peaks)
+    return Pareto(
+        str(compiler.cluster), points, None if budgets is None else tuple(map(float, budgets)), feasible_gb(smallest)
+    )
+
+
+def _trace(
+    model: nn.Module,
+    cluster: str | Cluster,
+    mem_gb: float | None,
+    example_inputs: Any,
+    mesh: MeshShape | None,
+    strategy: str,
+    optimizer: OptimizerLike,
+    batch_dims: Mapping[str, int | None] | None,
+) -> tuple[Compiler, JointGraph]:
+    check_module(model)
+    described = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster)
+    args, kwargs = split_call(example_inputs)
+    budget_bytes(mem_gb, described)  # refused before any work
+    sizes = _mesh_sizes(described, mesh)
+    compiler = Compiler(model, sizes, described, mem_gb, strategy, optimizer, batch_dims)
+    return compiler, compiler.trace(args, kwargs, torch.is_grad_enabled())
+
+
+def _mesh_sizes(cluster: Cluster, mesh: MeshShape | None) -> tuple[int, ...]:
+    if mesh is None:
+        nodes = (cluster.num_nodes,) if cluster.num_nodes > 1 else ()
+        return (*nodes, cluster.ranks_per_node)
+    sizes = parse_shape(mesh)
+    if math.prod(sizes) != cluster.num_ranks:
+        raise MeshError(
+            f"mesh {mesh!r} has {math.prod(sizes)} ranks, but cluster {cluster} has {cluster.num_ranks}: they must be "
+            "equal"
+        )
+    return sizes
+
+
+__all__ = ["pareto", "plan"]

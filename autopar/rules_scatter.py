@@ -1,0 +1,181 @@
+"""Rules of ops that write into a tensor, sort it, or move its elements along some dims."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.rules import Call, Dims, OpRule, build, derives
+from autopar.rules_compute import index
+from autopar.rules_view import names
+
+aten = torch.ops.aten
+
+# -------------------------------------------------------------------------- along a dim, which stays whole; others free
+
+
+@derives(
+    aten.sort.default,
+    aten.sort.stable,
+    aten.topk.default,
+    aten.kthvalue.default,
+    aten.median.dim,
+    aten.mode.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.cummax.default,
+    aten.cummin.default,
+)
+def select_along(call: Call) -> OpRule:
+    """Values and indices along one dim; the indices count positions in that dim, which stays whole."""
+    rank = len(call.shape("self"))
+    if rank == 0:
+        return build(call, {}, [() for _ in call.outputs])
+    dim = call.dim("dim", rank)
+    base = names(rank)
+    source = tuple((f,) for f in base)
+    if len(call.out_shape) < rank:
+        found: Dims = tuple(d for i, d in enumerate(source) if i != dim)
+    else:
+        found = tuple(("found",) if i == dim else d for i, d in enumerate(source))
+    return build(call, {"self": source}, [found] * len(call.outputs), whole=[base[dim], "found"])
+
+
+@derives(aten.roll, aten.flip)
+def move_along(call: Call) -> OpRule:
+    """Elements move along the dims that are named."""
+    base = names(len(call.out_shape))
+    dims = tuple((f,) for f in base)
+    moved = [base[d % len(base)] for d in call["dims"]] if call["dims"] else base
+    return build(call, {"self": dims}, [dims], whole=moved, linear=[["self"]])
+
+
+@derives(aten._fft_c2c, aten._fft_r2c, aten._fft_c2r)
+def transform_along(call: Call) -> OpRule:
+    """A Fourier transform along the dims that are named, whose sizes it may change."""
+    rank = len(call.out_shape)
+    base, after = names(rank), names(rank, "t")
+    along = {int(d) % rank for d in call["dim"]}
+    result: Dims = tuple((after[i],) if i in along else (f,) for i, f in enumerate(base))
+    whole = [name for i in along for name in (base[i], after[i])]
+    return build(call, {"self": tuple((f,) for f in base)}, [result], whole=whole)
+
+
+@derives(aten.glu.default)
+def glu(call: Call) -> OpRule:
+    """Half of a dim gates the other half."""
+    rank = len(call.out_shape)
+    base, dim = names(rank), call.dim("dim", rank)
+    source = tuple((f,) for f in base)
+    result: Dims = tuple(("half",) if i == dim else d for i, d in enumerate(source))
+    return build(call, {"self": source}, [result], whole=[base[dim], "half"])
+
+
+@derives(aten.glu_backward.default)
+def glu_backward(call: Call) -> OpRule:
+    """The gradient of both halves."""
+    rank = len(call.out_shape)
+    base, dim = names(rank), call.dim("dim", rank)
+    source = tuple((f,) for f in base)
+    halved: Dims = tuple(("half",) if i == dim else d for i, d in enumerate(source))
+    inputs: dict[str, Dims | list[Dims]] = {"grad_output": halved, "self": source}
+    return build(call, inputs, [source], whole=[base[dim], "half"], linear=[["grad_output"]])
+
+
+@derives(aten.repeat.default)
+def repeat(call: Call) -> OpRule:
+    """New dims in front, and dims that are repeated, which stay whole."""
+    source, result = call.shape("self"), call.out_shape
+    offset = len(result) - len(source)
+    base, after = names(len(source)), names(len(result), "r")
+    kept = [size == result[i + offset] for i, size in enumerate(source)]
+    out: Dims = tuple(
+        (base[i - offset],) if i >= offset and kept[i - offset] else (after[i],) for i in range(len(result))
+    )
+    whole = [*after, *(f for f, same in zip(base, kept, strict=True) if not same)]
+    return build(call, {"self": tuple((f,) for f in base)}, [out], whole=whole, linear=[["self"]])
+
+
+@derives(aten.view_as_real.default, aten.view_as_complex.default)
+def complex_parts(call: Call) -> OpRule:
+    """A last dim of two, real and imaginary part, appears or goes."""
+    rank = min(len(call.out_shape), len(call.shape("self")))
+    base = tuple((f,) for f in names(rank))
+    real = "view_as_real" in str(call.op._schema.name)
+    parts = (*base, ("parts",))
+    source, result = (base, parts) if real else (parts, base)
+    return build(call, {"self": source}, [result], whole=["parts"])
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+@derives(aten.select_scatter.default, aten.slice_scatter.default)
+def write_slice(call: Call) -> OpRule:
+    """Part of a dim is written; it stays whole, the others are those of the part."""
+    rank = len(call.out_shape)
+    base, dim = names(rank), call.dim("dim", rank)
+    dims = tuple((f,) for f in base)
+    narrow = len(call.shape("src")) < rank
+    part: Dims = tuple(("part",) if i == dim else d for i, d in enumerate(dims) if not (narrow and i == dim))
+    return build(call, {"self": dims, "src": part}, [dims], whole=[base[dim], "part"], linear=[["self", "src"]])
+
+
+@derives(aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
+def scatter(call: Call) -> OpRule:
+    """Elements are written along `dim`, which stays whole, as does any dim in which the index is shorter."""
+    into, at = call.shape("self"), call.shape("index")
+    rank = len(into)
+    if rank == 0 or len(at) != rank:
+        return build(call, {}, [tuple(() for _ in into)])
+    dim = call.dim("dim", rank)
+    given = call.shape("src") if "src" in call.args else at
+    base, other, third = names(rank), names(rank, "i"), names(rank, "s")
+    same = [i != dim and into[i] == at[i] == given[i] for i in range(rank)]
+    dims = tuple((f,) for f in base)
+    index_dims: Dims = tuple((base[i],) if same[i] else (other[i],) for i in range(rank))
+    source_dims: Dims = tuple((base[i],) if same[i] else (third[i],) for i in range(rank))
+    whole = [*other, *third, *(f for i, f in enumerate(base) if not same[i])]
+    inputs: dict[str, Dims | list[Dims]] = {"self": dims, "index": index_dims}
+    if "src" in call.args:
+        inputs["src"] = source_dims
+    return build(call, inputs, [dims], whole=whole)
+
+
+@derives(aten.index_add.default)
+def index_add(call: Call) -> OpRule:
+    """Slices are added along `dim`, which stays whole."""
+    rank = len(call.out_shape)
+    base, dim = names(rank), call.dim("dim", rank)
+    dims = tuple((f,) for f in base)
+    source: Dims = tuple(("rows",) if i == dim else d for i, d in enumerate(dims))
+    inputs: dict[str, Dims | list[Dims]] = {"self": dims, "index": (("rows",),), "source": source}
+    return build(call, inputs, [dims], whole=[base[dim], "rows"], linear=[["self", "source"]])
+
+
+@derives(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(call: Call) -> OpRule:
+    """Values are written where index tensors point; dims that they do not index are free if the values have them."""
+    indices = list(call["indices"])
+    into, values = call.shape("self"), call.shape("values")
+    used = [i for i, node in enumerate(indices) if node is not None]
+    vals = [indices[i].meta["val"] for i in used]
+    adjacent = used == list(range(used[0], used[-1] + 1))
+    if any(v.dtype == torch.bool for v in vals) or not adjacent:
+        return build(call, {}, [tuple(() for _ in into)])
+    width = max(v.dim() for v in vals)
+    free = [i for i in range(len(into)) if i not in used]
+    before = [i for i in free if i < used[0]]
+    after = [i for i in free if i > used[-1]]
+    # The shape that the values broadcast to: free dims before, the indices', free dims after.
+    target = [*before, *[-1] * width, *after]
+    offset = len(target) - len(values)
+    has = {target[i + offset]: i for i, size in enumerate(values) if target[i + offset] >= 0 and size != 1}
+    dims: Dims = tuple((f"d{i}",) if i in has else (f"w{i}",) for i in range(len(into)))
+    term: Dims = tuple(
+        (f"d{target[i + offset]}",) if has.get(target[i + offset]) == i else (f"v{i}",) for i in range(len(values))
+    )
+    whole = [*(f"w{i}" for i in range(len(into))), *(f"v{i}" for i in range(len(values)))]
+    return build(call, {"self": dims, "values": term}, [dims], whole=whole)
+
+
+derives(aten._unsafe_index.Tensor)(index)

@@ -1,0 +1,70 @@
+"""Calls of ops that write, sort or move along dims; see `rule_cases`."""
+
+from __future__ import annotations
+
+import torch
+from rule_cases import Case, Random, case, f, i, whole
+
+aten = torch.ops.aten
+C128 = torch.complex128
+
+
+def cx(*shape: int) -> Random:
+    """Complex numbers."""
+    return Random(shape, dtype=C128)
+
+
+SCATTERS: list[Case] = [
+    case(aten.sort.default, f(6, 5), -1),
+    case(aten.sort.stable, f(5, 6), stable=True, dim=0),
+    case(aten.topk.default, f(6, 5), 2),
+    case(aten.topk.default, f(5, 6), 3, 0),
+    case(aten.kthvalue.default, f(6, 5), 2),
+    case(aten.median.dim, f(6, 5), 1),
+    case(aten.mode.default, f(6, 5), 1),
+    case(aten.max.dim, f(6, 5), 1),
+    case(aten.max.dim, f(5, 6), 0, True),
+    case(aten.min.dim, f(6, 5, 4), -2),
+    case(aten.cummax.default, f(6, 5), 1),
+    case(aten.cummin.default, f(5, 6), 0),
+    case(aten.roll.default, f(6, 5), [2], [1]),
+    whole(aten.roll.default, f(6, 4), [2]),
+    case(aten.flip.default, f(6, 5, 4), [1]),
+    case(aten._fft_c2c.default, cx(6, 5), [1], 0, True),
+    case(aten._fft_r2c.default, f(6, 5), [1], 0, True),
+    case(aten._fft_c2r.default, cx(6, 3), [1], 0, 5),
+    case(aten.glu.default, f(6, 10), 1),
+    case(aten.glu_backward.default, f(6, 5), f(6, 10), 1),
+    case(aten.repeat.default, f(6, 5), [1, 2]),
+    case(aten.repeat.default, f(6, 5), [3, 1, 2]),
+    case(aten.view_as_real.default, cx(6, 4)),
+    case(aten.view_as_complex.default, f(6, 4, 2)),
+    case(aten.select_scatter.default, f(6, 5, 4), f(6, 4), 1, 2),
+    case(aten.slice_scatter.default, f(6, 7), f(6, 3), 1, 2, 5),
+    case(aten.scatter.src, f(6, 7), 1, i(6, 3, below=7), f(6, 3)),
+    whole(aten.scatter.src, f(7, 6), 0, i(1, 4, below=7), f(1, 6)),
+    case(aten.scatter.value, f(6, 7), 1, i(6, 1, below=7), 2.0),
+    case(aten.scatter_add.default, f(6, 7), 1, i(6, 12, below=7), f(6, 12)),
+    case(aten.index_add.default, f(7, 6), 0, i(4, below=7), f(4, 6)),
+    case(aten.index_add.default, f(6, 7), 1, i(4, below=7), f(6, 4)),
+    case(aten.index_put.default, f(7, 6), [i(3, below=7)], f(3, 6)),
+    case(aten.index_put.default, f(7, 6), [i(3, below=7)], f(3, 6), True),
+    case(aten.index_put.default, f(6, 7, 4), [None, i(3, below=7)], f(6, 3, 4), True),
+    case(aten.index_put.default, f(6, 7, 4), [None, i(3, below=7)], f(4), True),
+    case(aten.index_put.default, f(7, 5, 6), [i(3, below=7), i(3, below=5)], f(3, 6), True),
+    whole(aten.index_put.default, f(7, 6), [i(4, below=7)], f()),
+    case(aten._unsafe_index_put.default, f(7, 6), [i(3, below=7)], f(3, 6), True),
+    case(aten._unsafe_index.Tensor, f(7, 6), [i(4, below=7)]),
+    case(aten.softplus_backward.default, f(6, 4), f(6, 4), 1.0, 20.0),
+    case(aten.log_sigmoid_forward.default, f(6, 4)),
+    case(aten.log_sigmoid_backward.default, f(6, 4), f(6, 4), f(6, 4)),
+    case(aten._prelu_kernel.default, f(6, 4), f(1, 4)),
+    case(aten._prelu_kernel_backward.default, f(6, 4), f(6, 4), f(1, 4)),
+    case(aten._conj.default, cx(6, 4)),
+    case(aten._conj_physical.default, cx(6, 4)),
+    case(aten.resolve_conj.default, cx(6, 4)),
+    case(aten.fill.Tensor, f(6, 4), f()),
+    case(aten.fill.Scalar, f(6, 4), 2.0),
+    case(aten.floor_divide.default, i(6, 4, below=12), i(4, below=12)),
+    case(aten.floor_divide.Scalar, i(6, 4, below=12), 3),
+]
