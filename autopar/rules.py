@@ -205,7 +205,7 @@ def build(
 ) -> OpRule:
     """Bind a rule to a call: dims are given per argument *name* (a list of them for a list of tensors), and checked
     against the real shapes.  An argument that is left out is taken as whole; `known` gives sizes of factors that
-    do not follow from the shapes.
+    do not follow from the shapes.  Names in `whole` that no term has are left out.
 
     Raises:
         RuleError: if a term has another number of dims than the tensor, or a factor two sizes.
@@ -231,7 +231,7 @@ def build(
         tuple(bound),
         tuple(outputs),
         sizes,
-        frozenset(whole),
+        frozenset(name for name in whole if name in sizes),
         dict(reduce or {}),
         tuple(frozenset(p for name in group for p in positions.get(name, ())) for group in linear),
         {factor: positions[name][0] for factor, name in (lookup or {}).items()},

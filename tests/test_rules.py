@@ -71,6 +71,12 @@ def test_every_derived_rule_has_a_case() -> None:
 
 
 @EVERY_CASE
+def test_factors_that_stay_whole_are_the_rules_own(case: Case) -> None:
+    rule = built(case).rule
+    assert rule is None or rule.whole <= set(rule.sizes)
+
+
+@EVERY_CASE
 def test_cut_op_equals_the_whole(case: Case) -> None:
     op = built(case)
     assert op.rule is not None

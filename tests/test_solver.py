@@ -19,24 +19,14 @@ TIE = 1e-7
 """Weight of memory beside time, relative to the longest step: as far may a time be from the least."""
 
 
-@pytest.fixture(params=["all at once", "by HiGHS"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both ways to solve: all choices worked out, and the integer program."""
-    if request.param == "by HiGHS":
+@pytest.fixture(autouse=True, params=["all choices at once", "HiGHS"])
+def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small problems are enumerated; HiGHS solves the others, and here the small ones as well."""
+    if request.param == "HiGHS":
         monkeypatch.setattr(solver, "MAX_ENUMERATED", 0)
     enumerated.cache_clear()
     yield
     enumerated.cache_clear()
-
-
-def all_choices(problem: Problem) -> list[Choice]:
-    found = enumerated(problem)
-    assert found is not None
-    choices = [found.choice(i) for i in range(len(found.peak))]
-    for i, choice in enumerate(choices):
-        assert found.time_s[i] == pytest.approx(step_time(problem, choice), rel=1e-12)
-        assert found.peak[i] == pytest.approx(peak(problem, choice), rel=1e-12)
-    return choices
 
 
 def random_problem(seed: int) -> Problem:
@@ -81,7 +71,6 @@ def limits(peaks: list[float]) -> list[float]:
     return picked + between[:: max(1, len(between) // 2)]
 
 
-@pytest.mark.usefixtures("way")
 def test_a_limit_gets_the_least_time_that_fits_it() -> None:
     num_solved = 0
     for seed in range(NUM_PROBLEMS):
@@ -99,7 +88,6 @@ def test_a_limit_gets_the_least_time_that_fits_it() -> None:
     assert num_solved > 3 * NUM_PROBLEMS
 
 
-@pytest.mark.usefixtures("way")
 def test_without_a_limit_it_is_the_fastest_and_of_equally_fast_ones_the_smallest() -> None:
     for seed in range(NUM_PROBLEMS):
         problem = random_problem(seed)
@@ -112,7 +100,6 @@ def test_without_a_limit_it_is_the_fastest_and_of_equally_fast_ones_the_smallest
         assert cost[found][1] <= least * (1 + 1e-6), seed
 
 
-@pytest.mark.usefixtures("way")
 def test_the_smallest_has_the_smallest_peak_and_below_it_there_is_none() -> None:
     for seed in range(0, NUM_PROBLEMS, 2):
         problem = random_problem(seed)
@@ -122,7 +109,6 @@ def test_the_smallest_has_the_smallest_peak_and_below_it_there_is_none() -> None
             assert solve(problem, least * 0.999) is None, seed
 
 
-@pytest.mark.usefixtures("way")
 def test_of_equally_fast_choices_it_takes_the_smaller() -> None:
     lean, heavy = OptionCost(1e-3, 1e9, 0, 0, 0), OptionCost(1e-3, 1e9, 2e9, 2e9, 0)
     slow = OptionCost(2e-3, 1e8, 0, 0, 0)
@@ -131,7 +117,6 @@ def test_of_equally_fast_choices_it_takes_the_smaller() -> None:
     assert solve(problem, math.inf) == ((0, 0, 0, 3),)
 
 
-@pytest.mark.usefixtures("way")
 def test_members_of_one_class_differ_when_that_is_best() -> None:
     """Four blocks that keep or recompute: as many keep as fit."""
     keep, again = OptionCost(3.0, 10, 40, 0, 5), OptionCost(4.0, 10, 5, 0, 5)
@@ -141,36 +126,40 @@ def test_members_of_one_class_differ_when_that_is_best() -> None:
         assert solve(problem, limit) == ((num_kept, 4 - num_kept),)
 
 
-@pytest.mark.parametrize("seed", range(0, NUM_PROBLEMS, 4))
-def test_all_choices_lack_only_what_others_beat(seed: int) -> None:
-    problem = random_problem(seed)
-    found = all_choices(problem)
-    assert len(set(found)) == len(found)
-    listed = set(found)
-    good = [(step_time(problem, c), peak(problem, c)) for c in found]
-    for choice in every_choice(problem):
-        if choice not in listed:
+def listed(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
+    """The choices that are worked out all at once; each with the time and the peak that it has."""
+    monkeypatch.setattr(solver, "MAX_ENUMERATED", 10**6)
+    choices = enumerated(problem)
+    assert choices is not None
+    found = [choices.choice(i) for i in range(len(choices.peak))]
+    assert choices.time_s == pytest.approx([step_time(problem, c) for c in found], rel=1e-12)
+    assert choices.peak == pytest.approx([peak(problem, c) for c in found], rel=1e-12)
+    return found
+
+
+def test_all_choices_lack_only_what_others_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(0, NUM_PROBLEMS, 4):
+        problem = random_problem(seed)
+        found = listed(problem, monkeypatch)
+        assert len(set(found)) == len(found)
+        good = [(step_time(problem, c), peak(problem, c)) for c in found]
+        for choice in set(every_choice(problem)) - set(found):
             time_s, top = step_time(problem, choice), peak(problem, choice)
-            assert any(t <= time_s * (1 + 1e-12) and p <= top * (1 + 1e-12) for t, p in good), choice
+            assert any(t <= time_s * (1 + 1e-12) and p <= top * (1 + 1e-12) for t, p in good), (seed, choice)
+        for most, is_listed in ((len(found), True), (len(found) - 1, False)):
+            enumerated.cache_clear()
+            monkeypatch.setattr(solver, "MAX_ENUMERATED", most)
+            assert (enumerated(problem) is not None) is is_listed
 
 
-def test_too_many_choices_are_not_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = random_problem(0)
-    enumerated.cache_clear()
-    num = len(all_choices(problem))
-    for most in (num, num - 1):
-        monkeypatch.setattr(solver, "MAX_ENUMERATED", most)
-        enumerated.cache_clear()
-        assert (enumerated(problem) is not None) is (most == num)
-    enumerated.cache_clear()
-
-
-def test_the_filter_keeps_the_first_of_equal_options_and_all_that_are_best_somewhere() -> None:
+def test_the_filter_keeps_the_first_of_equal_options_and_all_that_are_best_somewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     same = OptionCost(1.0, 1.0, 1.0, 1.0, 1.0)
     twin = OptionCost(1.0, 1.0, 1.0, 1.0, 1.0)
     less_saved, less_grads = OptionCost(1.0, 1.0, 0.0, 2.0, 1.0), OptionCost(1.0, 1.0, 2.0, 0.0, 1.0)
     less_transient, worse = OptionCost(1.0, 1.0, 1.0, 1.0, 0.0), OptionCost(1.5, 1.0, 1.0, 1.0, 1.0)
     problem = Problem((1,), ((same, twin, less_saved, less_grads, worse, less_transient),))
     # `same` and `twin` lose to `less_transient`.
-    assert all_choices(problem) == [((0, 0, 1, 0, 0, 0),), ((0, 0, 0, 1, 0, 0),), ((0, 0, 0, 0, 0, 1),)]
-    assert all_choices(Problem((1,), ((same, twin),))) == [((1, 0),)]
+    assert listed(problem, monkeypatch) == [((0, 0, 1, 0, 0, 0),), ((0, 0, 0, 1, 0, 0),), ((0, 0, 0, 0, 0, 1),)]
+    assert listed(Problem((1,), ((same, twin),)), monkeypatch) == [((1, 0),)]
