@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._compat import tree_map
@@ -121,6 +121,15 @@ def run_single_device(
     )
 
 
+class _CopyingViews(fx.Interpreter):
+    """Runs a traced graph whose values may lie in memory otherwise than the traced ones: a view that cannot be is a
+    copy, as it is in the rewritten program."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_view = target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+        return super().call_function(torch.ops.aten.reshape.default if is_view else target, args, kwargs)
+
+
 def run_traced(
     joint: JointGraph, values: Mapping[GraphInput, torch.Tensor], tangents: dict[str, torch.Tensor]
 ) -> SingleDevice:
@@ -130,7 +139,7 @@ def run_traced(
         for s in joint.inputs
     ]
     with torch.no_grad():
-        results = dict(zip(joint.outputs, joint.module(*flat), strict=True))
+        results = dict(zip(joint.outputs, _CopyingViews(joint.module).run(*flat), strict=True))
 
     def of(kind: OutputKind) -> dict[str, Any]:
         return {spec.path: value for spec, value in results.items() if spec.kind is kind}
