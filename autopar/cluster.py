@@ -112,7 +112,8 @@ def budget_bytes(mem_gb: float | None, cluster: Cluster) -> int:
     usable = cluster.device.memory_bytes
     if mem_gb is None:
         return usable
-    is_number = isinstance(mem_gb, numbers.Real) and not isinstance(mem_gb, bool)
+    given: object = mem_gb  # numbers of numpy and fractions are as good as floats
+    is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
     if not is_number or not 0 < mem_gb < math.inf:
         raise InputError(f"mem_gb must be a positive number of GiB on one device, got {mem_gb!r}")
     return int(mem_gb * GIB) if mem_gb < usable / GIB else usable  # a product of large numbers may overflow
