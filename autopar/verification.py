@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._compat import tree_map
 from autopar.cost_model.ops import count_flops
-from autopar.errors import BatchError, VerificationError
+from autopar.errors import BatchError, InputError, VerificationError
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
 from autopar.plan import Plan
 from autopar.program import Collective, LocalGraph, LocalProgram
@@ -98,11 +98,23 @@ class SingleDevice:
 def run_single_device(
     model: nn.Module, joint: JointGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> SingleDevice:
-    """Run the unmodified module eagerly; gradients start from random tangents, or from 1 for a scalar."""
+    """Run the unmodified module eagerly; gradients start from random tangents, or from 1 for a scalar.
+
+    Raises:
+        InputError: if the model fails on the inputs.
+    """
     tangent_paths = [s.path for s in joint.inputs if s.kind is InputKind.TANGENT]
     tree = joint.output_tree
     with torch.set_grad_enabled(joint.trains), Float64Throughout():
-        outputs = dict(zip(tree.paths, tree.tensors_of(model(*args, **kwargs)), strict=True))
+        try:
+            returned = model(*args, **kwargs)
+        except Exception as error:  # whatever the model raises on real numbers, which tracing does not see
+            reason = str(error).strip().partition("\n")[0]
+            raise InputError(
+                f"the model itself fails on these inputs in float64 on the CPU ({type(error).__name__}: {reason}): "
+                "give inputs of the dtypes and values that it takes; ops without a float64 form cannot be verified"
+            ) from error
+        outputs = dict(zip(tree.paths, tree.tensors_of(returned), strict=True))
     generator = torch.Generator().manual_seed(0)
     tangents = {}
     for path in tangent_paths:
@@ -221,7 +233,14 @@ class Float64Throughout(TorchFunctionMode):
 def in_float64(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Copies of a model and its inputs in float64 on the CPU; parameters on the meta device get random values."""
+    """Copies of a model and its inputs in float64 on the CPU; parameters on the meta device get random values.
+
+    Raises:
+        InputError: if an input is on the meta device, or not dense.
+    """
+    for path, tensor in flatten_inputs(args, kwargs)[0]:
+        if tensor.is_meta:
+            raise InputError(f"input {path} is on the meta device and has no values to verify with: give a real batch")
     copied = copy.deepcopy(model)
     if any(t.is_meta for t in [*copied.parameters(), *copied.buffers()]):
         copied = copied.to_empty(device="cpu")

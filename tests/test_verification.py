@@ -14,8 +14,8 @@ from programs import Subject, subject
 from tiny_models import Llama, Mlp, TinyGpt, token_batch
 from torch import Tensor, nn
 
-from autopar import rules
-from autopar.errors import BatchError, VerificationError
+from autopar import rules, verify
+from autopar.errors import BatchError, InputError, VerificationError
 from autopar.graph import OutputKind
 from autopar.strategies import STRATEGIES
 from autopar.verification import relative_error
@@ -279,3 +279,22 @@ class _AttentionWithDropout(nn.Module):
 def test_the_traced_reference_lies_otherwise_in_memory() -> None:
     report = subject(_AttentionWithDropout(), torch.randn(4, 3, 8)).verify("ddp", 2)
     assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "message"),
+    [
+        (Mlp(), torch.ones(4, 12, dtype=torch.long), r"the model itself fails on these inputs .*RuntimeError: .*dtype"),
+        (nn.Embedding(8, 4), torch.full((4, 3), 99), r"fails on these inputs .*IndexError: index out of range"),
+        (Mlp(), torch.empty(4, 12, device="meta"), r"input 0 is on the meta device and has no values"),
+        (Mlp(), torch.ones(4, 12).to_sparse(), r"input 0 is a sparse_coo tensor"),
+    ],
+)
+def test_inputs_that_cannot_be_verified(model: nn.Module, inputs: Tensor, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        verify(model, "ddp", inputs, mesh=2)
+
+
+def test_verify_takes_plans_and_names_only() -> None:
+    with pytest.raises(InputError, match="verify takes a plan or a strategy's name, got None"):
+        verify(Mlp(), None, torch.ones(4, 12))  # type: ignore[arg-type]
