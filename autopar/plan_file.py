@@ -139,6 +139,8 @@ def replace_file(path: Path, content: bytes) -> None:
         raise InputError(f"cannot write {str(path)!r}: that names no file")
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # a directory refuses by itself
+            raise InputError(f"cannot write {str(path)!r}: it is a device or a pipe, which a file would replace")
         try:
             with aside.open("xb") as file:
                 file.write(content)

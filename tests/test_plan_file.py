@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -240,6 +241,11 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError, match=r"cannot write .*folder': Is a directory"):
         save_plan(PLAN, tmp_path / "folder")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match=r"cannot write .*pipe': it is a device or a pipe"):
+        save_plan(PLAN, tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "pipe").unlink()
     for no_name in ("", ".", "/", "plan\0.json"):
         with pytest.raises(InputError, match="that names no file"):
             save_plan(PLAN, no_name)
