@@ -732,6 +732,12 @@ def test_what_is_not_dense_is_refused() -> None:
     trace(linear.requires_grad_(False), (x.to(torch.complex64),), {})
 
 
+def test_a_failure_prints_no_traceback_of_pytorchs_own(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TraceError, match="same reduction dim"):
+        trace(nn.Linear(8, 8), (torch.randn(2, 9),), {})
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 class Recorded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
