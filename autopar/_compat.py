@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -113,6 +114,7 @@ def capture_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...], mode: Fak
         _compiling_state_context(),
         fx.traceback.preserve_node_meta(),
         _direct_checkpoint(),
+        _quiet_fake_tensors(),
     ):
         joint = aot_export_joint_with_descriptors(stack, module, inputs, {}, ignore_shape_env=True)
         return joint.graph_module
@@ -124,6 +126,18 @@ def is_value_read(error: BaseException) -> bool:
 
     kinds = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
     return isinstance(error, kinds)
+
+
+@contextlib.contextmanager
+def _quiet_fake_tensors() -> Iterator[None]:
+    """Keep PyTorch from printing a traceback of its own for an op that fails: the exception is what is reported."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

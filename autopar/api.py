@@ -137,8 +137,11 @@ def verify(
         Loss, outputs, every gradient and every buffer compared; `report.ok` and the largest difference.
 
     Raises:
+        InputError: if the inputs have no values, or the model itself fails on them.
         BatchError: if the batch cannot be cut over the ranks.
     """
+    if not isinstance(plan, (str, Plan)):
+        raise InputError(f"verify takes a plan or a strategy's name, got {plan!r}")
     if isinstance(plan, str) and mesh is None:
         raise InputError(f'verify needs the mesh to make a {plan!r} plan for, such as mesh=4 or mesh="2x2"')
     if isinstance(plan, Plan) and mesh is not None and math.prod(parse_shape(mesh)) != plan.mesh.num_ranks:

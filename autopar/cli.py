@@ -79,6 +79,8 @@ MeshOption = Annotated[
 ]
 LayersOption = Annotated[int | None, typer.Option(help="Other number of layers, for a quick look.", min=1)]
 
+_OPTIMIZER, _STRATEGY = "adamw", "auto"
+
 app = typer.Typer(
     name="autopar",
     help="Plan the training of a model on a cluster, without the cluster.",
@@ -95,10 +97,10 @@ def plan_command(
     mem_gb: MemoryOption = None,
     batch: BatchOption = None,
     seq: SeqOption = None,
-    optimizer: OptimizerOption = "adamw",
+    optimizer: OptimizerOption = _OPTIMIZER,
     precision: PrecisionOption = None,
     dtype: DtypeOption = None,
-    strategy: StrategyOption = "auto",
+    strategy: StrategyOption = _STRATEGY,
     mesh: MeshOption = None,
     layers: LayersOption = None,
     json_path: Annotated[
@@ -129,10 +131,10 @@ def explain_command(
     mem_gb: MemoryOption = None,
     batch: BatchOption = None,
     seq: SeqOption = None,
-    optimizer: OptimizerOption = "adamw",
+    optimizer: OptimizerOption = _OPTIMIZER,
     precision: PrecisionOption = None,
     dtype: DtypeOption = None,
-    strategy: StrategyOption = "auto",
+    strategy: StrategyOption = _STRATEGY,
     mesh: MeshOption = None,
     layers: LayersOption = None,
 ) -> None:
@@ -140,7 +142,7 @@ def explain_command(
     with _errors_as_exit_codes():
         if _is_plan_file(Path(model)):
             asked = (cluster, mem_gb, batch, seq, precision, dtype, mesh, layers)
-            if any(value is not None for value in asked):
+            if any(value is not None for value in asked) or (optimizer, strategy) != (_OPTIMIZER, _STRATEGY):
                 raise InputError(f"{model} is a plan that is made already: only --module goes with it")
             plan = load_plan(model)
         elif cluster is None:
@@ -198,11 +200,11 @@ def _make_plan(
 
 def _is_plan_file(path: Path) -> bool:
     """Whether a file is a saved plan; a config of transformers is JSON too, but has no schema version."""
-    if path.suffix != ".json" or not path.is_file():
+    if path.suffix != ".json" or not os.path.isfile(path):
         return False
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return True  # `load_plan` says what is wrong with it
     return isinstance(content, dict) and "schema_version" in content
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import re
 from collections import Counter
@@ -57,7 +58,7 @@ class Cluster:
 
         Raises:
             InputError: if the text is not of this form or names an unknown device.
-            MeshError: if a count is zero.
+            MeshError: if a count is zero, or there are more than a million ranks.
         """
         match = _DESCRIPTION.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
@@ -67,10 +68,12 @@ class Cluster:
             )
         first, second = int(match["first"]), match["second"]
         num_nodes, ranks_per_node = (first, int(second)) if second else (1, first)
-        if num_nodes < 1 or ranks_per_node < 1:
-            raise MeshError(f"cluster {text!r}: numbers of nodes and devices must be positive")
+        if not 0 < num_nodes * ranks_per_node <= _MAX_RANKS:
+            raise MeshError(f"cluster {text!r}: numbers of nodes and devices must be positive, {_MAX_RANKS} at most")
         hardware = find_hardware(match["device"], f"cluster {text!r}")
         gbit = float(match["rate"]) * _RATE_UNITS[match["unit"].lower()] if match["rate"] else None
+        if gbit is not None and not 0 < gbit < math.inf:
+            raise InputError(f"cluster {text!r}: the rate of the network must be positive and finite")
         return _cluster(hardware, num_nodes, ranks_per_node, gbit)
 
     @staticmethod
@@ -109,10 +112,11 @@ def budget_bytes(mem_gb: float | None, cluster: Cluster) -> int:
     usable = cluster.device.memory_bytes
     if mem_gb is None:
         return usable
-    is_number = isinstance(mem_gb, (int, float)) and not isinstance(mem_gb, bool)
-    if not is_number or not math.isfinite(mem_gb) or mem_gb <= 0:
+    given: object = mem_gb  # numbers of numpy and fractions are as good as floats
+    is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+    if not is_number or not 0 < mem_gb < math.inf:
         raise InputError(f"mem_gb must be a positive number of GiB on one device, got {mem_gb!r}")
-    return min(int(mem_gb * GIB), usable)
+    return int(mem_gb * GIB) if mem_gb < usable / GIB else usable  # a product of large numbers may overflow
 
 
 def axis_link(cluster: Cluster, mesh: Mesh, axis: str) -> Link:
@@ -172,6 +176,8 @@ _DESCRIPTION = re.compile(
     re.IGNORECASE,
 )
 _RATE_UNITS = {"mbit": 1e-3, "gbit": 1.0}
+_MAX_RANKS = 2**20
+"""More than any cluster has; a batch for many more ranks is beyond the sizes of tensors."""
 
 
 def _cluster(hardware: Hardware, num_nodes: int, ranks_per_node: int, node_gbit: float | None) -> Cluster:

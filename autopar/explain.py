@@ -156,6 +156,6 @@ def _row_lies_in(pattern: str, module: str) -> bool:
 
 def _part_covers(part: str, name: str) -> bool:
     numbers = re.fullmatch(r"(\d+)-(\d+)", part)
-    if name.isdigit() and numbers:
+    if name.isdecimal() and numbers:
         return int(numbers[1]) <= int(name) <= int(numbers[2])
     return part == name or (part == "*" and name.isdigit())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.errors import TraceError
+from autopar.signature import undivided_kind
 
 
 class ModelState:
@@ -40,6 +41,7 @@ class ModelState:
                     name = f"{path}.{key}" if path else key
                     if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
                         raise TraceError(f"{name} has no shape yet (a lazy module): run the model once, then trace it")
+                    _refuse_unsplittable(name, tensor)
                     canonical = first.setdefault(id(tensor), name)
                     if canonical == name:
                         kept[name] = tensor
@@ -101,3 +103,13 @@ class ModelState:
 
 
 _CONTAINERS = (dict, OrderedDict, list, set)
+
+
+def _refuse_unsplittable(name: str, tensor: torch.Tensor) -> None:
+    if kind := undivided_kind(tensor):
+        raise TraceError(f"{name} is a {kind} tensor, and only dense ones can be cut: make it dense")
+    if tensor.is_complex() and tensor.requires_grad:
+        raise TraceError(
+            f"parameter {name} is {tensor.dtype}, and complex gradients are not exchanged between ranks: keep it as a "
+            "real parameter with a last dim of 2, and use torch.view_as_complex of it in forward"
+        )

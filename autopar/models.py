@@ -71,7 +71,7 @@ def find_model(
     inputs: Any = None
     if text in model_shapes():
         model = _from_config(text, _shape_config(text), num_layers)
-    elif Path(text).exists():
+    elif os.path.exists(text):  # unlike pathlib's, false for a name that is too long
         model = _from_config(text, _read_config(Path(text)), num_layers)
     elif ":" in text:
         if num_layers is not None:
@@ -178,7 +178,10 @@ def _token_batch(
         below, above = batch // num_ranks * num_ranks, (batch // num_ranks + 1) * num_ranks
         near = f"{below} or {above}" if below > 0 else str(above)
         raise BatchError(f"a batch of {batch} sequences cannot be cut evenly over {num_ranks} ranks: use {near}")
-    ids = torch.empty((batch // num_ranks, seq), dtype=torch.long, device="meta")
+    try:
+        ids = torch.empty((batch // num_ranks, seq), dtype=torch.long, device="meta")
+    except (RuntimeError, TypeError) as error:  # sizes that overflow
+        raise InputError(f"{batch} sequences of {seq} tokens are more than a tensor can hold: use fewer") from error
     each = f"{batch // num_ranks} on each rank"
     return {"input_ids": ids, "labels": ids}, f"; {batch} sequences of {seq} tokens, {each}"
 
@@ -192,7 +195,7 @@ def _from_factory(text: str) -> tuple[nn.Module, Any]:
     try:
         with torch.device("meta"):
             made = factory()
-    except Exception as error:  # whatever the user's code raises, with its place
+    except (Exception, SystemExit) as error:  # whatever the user's code raises, with its place
         frames = traceback.extract_tb(error.__traceback__)
         frame = next((f for f in reversed(frames) if not f.filename.startswith(_LIBRARIES)), frames[-1])
         raise InputError(
@@ -215,7 +218,7 @@ def _import_factory(text: str) -> Callable[[], Any]:
         sys.path.insert(0, os.getcwd())
     try:
         found = attrgetter(path)(importlib.import_module(name))
-    except Exception as error:  # importing runs the user's code
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise InputError(f"cannot import {text} from {os.getcwd()}: {type(error).__name__}: {error}") from error
     if not callable(found) or isinstance(found, nn.Module):
         raise InputError(f"{text} is a {type(found).__name__}: name a function that takes nothing and returns a module")

@@ -6,7 +6,7 @@ Nothing of the model's size is allocated: the model is traced on fake tensors, a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from autopar.api import check_module, split_call
 from autopar.cluster import Cluster, budget_bytes
 from autopar.compiler import AUTO, Compiler
 from autopar.cost_model.optimizers import OptimizerLike
-from autopar.errors import MeshError
+from autopar.errors import InputError, MeshError
 from autopar.frontier import Pareto, ParetoPoint, fastest_by_peak
 from autopar.graph import JointGraph
 from autopar.infeasible import feasible_gb
@@ -73,7 +73,7 @@ def pareto(
     cluster: str | Cluster,
     *,
     example_inputs: Any,
-    budgets: Sequence[float] | None = None,
+    budgets: Iterable[float] | None = None,
     mesh: MeshShape | None = None,
     optimizer: OptimizerLike = "adamw",
     batch_dims: Mapping[str, int | None] | None = None,
@@ -92,9 +92,10 @@ def pareto(
         InputError, MeshError, TraceError: as `plan`.
         InfeasibleBudgetError: without budgets, if nothing fits the device.  (A budget that nothing fits has no point.)
     """
+    wanted = None if budgets is None else _budgets(budgets)
     settings = {"optimizer": optimizer, "batch_dims": batch_dims, "precision": precision, "accumulate": accumulate}
     compiler, joint = _trace(model, cluster, None, example_inputs, mesh, AUTO, settings)
-    limits = None if budgets is None else [budget_bytes(gb, compiler.cluster) for gb in budgets]
+    limits = None if wanted is None else [budget_bytes(gb, compiler.cluster) for gb in wanted]
     costs = [(p.simulation.memory.total, p.simulation.step_time_s) for p in compiler.candidates(joint)]
     smallest = min(peak_bytes for peak_bytes, _ in costs)
     points: tuple[ParetoPoint | None, ...]
@@ -106,9 +107,17 @@ def pareto(
         compiler.plan_within(joint, usable)  # refuses what does not fit the device at all
         peaks = [peak_bytes for peak_bytes in fastest_by_peak(costs) if peak_bytes <= usable]
         points = tuple(ParetoPoint(compiler.plan_within(joint, peak_bytes)) for peak_bytes in peaks)
-    return Pareto(
-        str(compiler.cluster), points, None if budgets is None else tuple(map(float, budgets)), feasible_gb(smallest)
-    )
+    return Pareto(str(compiler.cluster), points, wanted, feasible_gb(smallest))
+
+
+def _budgets(budgets: Iterable[float]) -> tuple[float, ...]:
+    try:
+        listed = list(budgets)
+        if not any(isinstance(gb, (str, bool)) for gb in listed):
+            return tuple(map(float, listed))
+    except (TypeError, ValueError, OverflowError):
+        pass  # no list, or not of numbers
+    raise InputError(f"budgets must be a list of numbers of GiB on one device, such as [40, 80], got {budgets!r}")
 
 
 def _trace(

@@ -38,6 +38,12 @@ def _annotation(path: str) -> Iterator[None]:
             fx.traceback.current_meta["custom"] = outer
 
 
+def traced_module(node: fx.Node) -> str | None:
+    """The module in whose call a node of a graph was traced; None if that is not known."""
+    path: str | None = (node.meta.get("custom") or {}).get(_ANNOTATION)
+    return path
+
+
 def assign_owners(
     graph: fx.Graph, tangents: Iterable[fx.Node], forward_values: Iterable[fx.Node], gradients: Mapping[fx.Node, str]
 ) -> None:
@@ -57,7 +63,7 @@ def assign_owners(
         if node.op in {"placeholder", "output"}:
             node.meta.setdefault("module", "")
             continue
-        path = (node.meta.get("custom") or {}).get(_ANNOTATION)
+        path = traced_module(node)
         path = gradients.get(node) if path is None else path
         if path is None:
             unowned.append(node)

@@ -29,6 +29,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+_MAX_DIMS = 64
+"""PyTorch's tensors have no more."""
+
+
 @lru_cache(maxsize=1024)
 def shard(dim: int, split: int = 1) -> Placement:
     """Cut `dim`, read as (split, n, rest), along its middle part; `split=1` is a plain contiguous shard."""
@@ -158,6 +162,6 @@ def parse_placement(text: str) -> Placement:
         return Partial(args[0])
     if word == "shard" and 1 <= len(args) <= 2 and args[0].isdigit():
         split = args[1].removeprefix("split=") if len(args) == 2 else "1"
-        if split.isdigit() and int(split) > 0:
+        if split.isdigit() and 0 < int(split) < 2**63 and int(args[0]) < _MAX_DIMS:
             return shard(int(args[0]), int(split))
     raise ValueError(f"not a placement: {text!r}")

@@ -111,10 +111,13 @@ class Plan:
         """This plan beside another: time, memory and collectives.
 
         Raises:
-            PlanError: if either has not been priced.
+            InputError: if the other is no plan.
+        PlanError: if either has not been priced.
         """
         from autopar.explain import compare_plans
 
+        if not isinstance(other, Plan):
+            raise InputError(f"a plan is compared with another plan, got {other!r}")
         return compare_plans(self, other)
 
     def _priced(self) -> PlanReport:
@@ -145,10 +148,12 @@ def break_even(plan_a: Plan, plan_b: Plan, symbol: str) -> float | None:
         The value, not rounded; None if one plan is faster throughout, or if they never differ.
 
     Raises:
-        InputError: if a plan has no cost (it was written by hand or loaded from a file), or no such symbol.
+        InputError: if one is no plan, or has no cost (it was written by hand or loaded from a file), or no such symbol.
     """
     costs = []
     for plan in (plan_a, plan_b):
+        if not isinstance(plan, Plan):
+            raise InputError(f"break_even takes two plans, got {plan!r}")
         if plan.cost is None:
             raise InputError(
                 f"the {plan.strategy!r} plan has no cost: it was loaded or written by hand and not priced since; "

@@ -36,6 +36,8 @@ def plan_to_json(plan: Plan) -> str:
     Raises:
         PlanError: if the plan holds something that could not be read back, such as a NaN or a partial storage.
     """
+    if not isinstance(plan, Plan):
+        raise InputError(f"what is saved must be a plan, got {plan!r}; a ParallelModule has it as .plan")
     axes = plan.mesh.num_axes
     if len(plan.factors) != axes:
         raise PlanError(f"the plan lists factors for {len(plan.factors)} axes, but its mesh {plan.mesh} has {axes}")
@@ -90,10 +92,10 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan to a file, in one step: a reader sees the old file or the new one.
 
     Raises:
-        InputError: if the file cannot be written.
+        InputError: if it is no plan, or the file cannot be written.
         PlanError: as `plan_to_json`.
     """
-    replace_file(Path(path), plan_to_json(plan).encode())
+    replace_file(_as_path(path), plan_to_json(plan).encode())
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -103,10 +105,10 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         InputError: if there is no such file, or it cannot be read.
         PlanError: if the file is no plan; the message names file and key.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"there is no plan file {str(path)!r}")
+    path = _as_path(path)
     try:
+        if not path.is_file():
+            raise InputError(f"there is no plan file {str(path)!r}")
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
@@ -121,14 +123,24 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"{path}: {error}") from error
 
 
+def _as_path(path: object) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise InputError(f"a plan's file is given by its path, got {path!r}")
+    return Path(path)
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file aside and rename it into place, so that no reader ever sees half of it.
 
     Raises:
         InputError: if it cannot be written.
     """
+    if not path.name or "\0" in str(path):
+        raise InputError(f"cannot write {str(path)!r}: that names no file")
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # a directory refuses by itself
+            raise InputError(f"cannot write {str(path)!r}: it is a device or a pipe, which a file would replace")
         try:
             with aside.open("xb") as file:
                 file.write(content)

@@ -356,11 +356,29 @@ def register_sharding_rule(
         linear: sets of tensor arguments (positions) in which the op is linear, so that unreduced sums may pass through.
 
     Raises:
-        RuleError: if the rule cannot be read.
+        RuleError: if there is no such op, the rule cannot be read, or the other arguments do not fit it.
     """
-    if not re.fullmatch(r"\w+::\w+(\.\w+)?", op):
+    if not isinstance(op, str) or not re.fullmatch(r"\w+::\w+(\.\w+)?", op):
         raise RuleError(f'op name {op!r} is not of the form "library::op"')
+    if not isinstance(rule, str):
+        raise RuleError(f'rule of {op}: write it as text, such as "m k, k n -> m n", not {rule!r}')
     bad = {k: v for k, v in (reduce or {}).items() if v not in ("sum", "max", "min")}
     if bad:
         raise RuleError(f"rule of {op}: partial results combine by sum, max or min, not {bad}")
+    inputs, _, _ = parse_rule(rule)
+    factors = {name for term in inputs for dim in term for name in dim}
+    if unknown := sorted(set(reduce or {}) - factors):
+        raise RuleError(f"rule of {op}: reduce names {', '.join(unknown)}, which no input of {rule!r} has")
+    if wrong := [position for group in linear for position in group if not 0 <= position < len(inputs)]:
+        raise RuleError(f"rule of {op}: linear names argument {wrong[0]}, but {rule!r} has {len(inputs)} (from 0)")
+    if not _exists(op):
+        raise RuleError(f"there is no op {op}: import the library that defines it first, and mind the spelling")
     _USER_RULES[op.removesuffix(".default")] = written(rule, reduce=reduce, linear=linear)
+
+
+def _exists(op: str) -> bool:
+    """Whether PyTorch knows an op, or that overload of it."""
+    library, _, name = op.partition("::")
+    packet, _, overload = name.partition(".")
+    found = getattr(getattr(torch.ops, library), packet, None)
+    return found is not None and (not overload or overload in found.overloads())

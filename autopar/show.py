@@ -211,7 +211,7 @@ def _header(plan: Plan) -> str:
         f"step{micro_steps} {format_time(report.step_time_s)} = compute {format_time(report.compute_s)}"
         f" + collectives that nothing hides {format_time(report.exposed_s)}"
     )
-    if report.num_searched > len(report.candidates):
+    if report.num_searched > len(report.candidates) and report.bound_s > 0:
         gap = report.step_time_s / report.bound_s - 1
         lines.append(
             f"best of {report.num_searched} plans simulated; within {gap:.0%} of {format_time(report.bound_s)},"

@@ -71,8 +71,8 @@ def call_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ca
     """Split a call into its signature and its tensors.
 
     Raises:
-        InputError: if two tensors of the call have the same path (a container's key holds a dot), or an argument
-            holds tensors where they cannot be seen.
+        InputError: if two tensors of the call have the same path (a container's key holds a dot), a tensor is not
+            dense, or an argument holds tensors where they cannot be seen.
     """
     keyed_leaves, tree = tree_flatten_with_path((tuple(args), dict(kwargs)))
     paths: list[str] = []
@@ -81,6 +81,8 @@ def call_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ca
     for key_path, leaf in keyed_leaves:
         if isinstance(leaf, torch.Tensor):
             paths.append(path_text(key_path[1:]))
+            if kind := undivided_kind(leaf):
+                raise InputError(f"input {paths[-1]} is a {kind} tensor, and only dense ones can be cut: make it dense")
             tensors.append(leaf)
             slots.append(None)
         else:
@@ -92,6 +94,13 @@ def call_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ca
             f"two input tensors are both called {', '.join(twice)}: rename a dict key so that paths differ"
         )
     return CallSignature(tuple(paths), tuple(slots), tree), tensors
+
+
+def undivided_kind(tensor: torch.Tensor) -> str:
+    """The kind of a tensor that is no plain array and so cannot be cut along its dims; empty for one that can."""
+    if tensor.is_nested or tensor.is_quantized:
+        return "nested" if tensor.is_nested else "quantized"
+    return "" if tensor.layout == torch.strided else str(tensor.layout).removeprefix("torch.")
 
 
 def _refuse_hidden_tensors(path: str, leaf: object) -> None:
@@ -132,8 +141,10 @@ def find_batch_dims(
         Path -> batch dim, without the tensors that are replicated.
 
     Raises:
-        InputError: if an override names no tensor of the call or a dim that the tensor lacks.
+        InputError: if the overrides are no mapping, or one names no tensor of the call or a dim that the tensor lacks.
     """
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise InputError(f"batch_dims must be a dict of input path -> dim or None, got {overrides!r}")
     signature, tensors = call_signature(args, kwargs)
     shapes = {path: tuple(tensor.shape) for path, tensor in zip(signature.paths, tensors, strict=True)}
     batch_size = next((shape[0] for shape in shapes.values() if shape), None)

@@ -33,7 +33,7 @@ from autopar._compat import (
 from autopar.errors import AutoparError, InputError, TraceError
 from autopar.graph import GraphInput, GraphOutput, InputKind, JointGraph, OutputKind
 from autopar.model_state import ModelState
-from autopar.ownership import annotate_modules, assign_owners
+from autopar.ownership import annotate_modules, assign_owners, traced_module
 from autopar.precision import WideLosses, at_least_float32, cast_inputs, used_dtypes
 from autopar.signature import (
     CallSignature,
@@ -42,6 +42,7 @@ from autopar.signature import (
     find_batch_dims,
     flatten_inputs,
     flatten_output,
+    undivided_kind,
 )
 
 __all__ = ["OutputTree", "find_batch_dims", "flatten_inputs", "trace"]
@@ -237,15 +238,19 @@ def _joint_graph(captured: fx.GraphModule, flat: _FlatModule, batch_dims: Mappin
     """Name inputs and outputs by AOTAutograd's descriptors, drop what is not asked for, and assign owners."""
     assert flat.output_tree is not None
     graph = captured.graph
+    _refuse_effects(graph)
     inputs = tuple(_graph_input(node.meta["desc"], flat) for node in graph.find_nodes(op="placeholder"))
     placeholders = _named_placeholders(graph, inputs)
     trains = any(spec.kind is InputKind.TANGENT for spec in inputs)
 
+    _drop_profiler_marks(graph)
     output_node = graph.output_node()
     returned: dict[GraphOutput, fx.Node | None] = {}
     for value, desc in zip(output_node.args[0], output_node.meta["desc"], strict=True):  # type: ignore[arg-type]
         if desc is not None:
-            returned[_graph_output(desc, flat)] = _strip_copy(value) if isinstance(desc, PlainAOTOutput) else value
+            spec = _graph_output(desc, flat)
+            _refuse_sparse(spec, value)
+            returned[spec] = _strip_copy(value) if isinstance(desc, PlainAOTOutput) else value
     outputs = [GraphOutput(OutputKind.OUTPUT, path) for path in flat.output_tree.paths]
     outputs += [spec for spec in returned if spec.kind is OutputKind.MUTATION]
     if trains:
@@ -273,6 +278,33 @@ def _joint_graph(captured: fx.GraphModule, flat: _FlatModule, batch_dims: Mappin
         module=fx.GraphModule(captured, graph), inputs=inputs, outputs=tuple(outputs), batch_dims=dict(batch_dims),
         tied=dict(flat.state.tied), trains=trains, output_tree=flat.output_tree,
     )  # fmt: skip
+
+
+def _drop_profiler_marks(graph: fx.Graph) -> None:
+    """Leave out what `torch.profiler.record_function` records: it has no part in the numbers."""
+    for node in reversed(graph.nodes):
+        if getattr(node.target, "namespace", None) == "profiler":
+            graph.erase_node(node)
+
+
+def _refuse_effects(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if str(node.target) == "with_effects":
+            raise TraceError(
+                f"module {traced_module(node) or '(root)'} calls {node.args[1]}, which acts by something else than its "
+                "result, so that it can be neither moved nor repeated: leave it out. What checks for errors has a form "
+                "that does not, such as torch.linalg.inv_ex(x).inverse for torch.linalg.inv(x), or solve_ex for solve"
+            )
+
+
+def _refuse_sparse(spec: GraphOutput, value: object) -> None:
+    result = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if isinstance(result, torch.Tensor) and (kind := undivided_kind(result)):
+        what = f"the gradient of {spec.path}" if spec.kind is OutputKind.GRADIENT else f"{spec.kind.value} {spec.path}"
+        raise TraceError(
+            f"{what} is a {kind} tensor, and only dense ones are exchanged between ranks: use "
+            "nn.Embedding(sparse=False), or return to_dense() of it"
+        )
 
 
 def _named_placeholders(graph: fx.Graph, inputs: Sequence[GraphInput]) -> list[fx.Node]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._compat import tree_map
 from autopar.cost_model.ops import count_flops
-from autopar.errors import BatchError, VerificationError
+from autopar.errors import BatchError, InputError, VerificationError
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
 from autopar.plan import Plan
 from autopar.program import Collective, LocalGraph, LocalProgram
@@ -98,11 +98,23 @@ class SingleDevice:
 def run_single_device(
     model: nn.Module, joint: JointGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> SingleDevice:
-    """Run the unmodified module eagerly; gradients start from random tangents, or from 1 for a scalar."""
+    """Run the unmodified module eagerly; gradients start from random tangents, or from 1 for a scalar.
+
+    Raises:
+        InputError: if the model fails on the inputs.
+    """
     tangent_paths = [s.path for s in joint.inputs if s.kind is InputKind.TANGENT]
     tree = joint.output_tree
     with torch.set_grad_enabled(joint.trains), Float64Throughout():
-        outputs = dict(zip(tree.paths, tree.tensors_of(model(*args, **kwargs)), strict=True))
+        try:
+            returned = model(*args, **kwargs)
+        except Exception as error:  # whatever the model raises on real numbers, which tracing does not see
+            reason = str(error).strip().partition("\n")[0]
+            raise InputError(
+                f"the model itself fails on these inputs in float64 on the CPU ({type(error).__name__}: {reason}): "
+                "give inputs of the dtypes and values that it takes; ops without a float64 form cannot be verified"
+            ) from error
+        outputs = dict(zip(tree.paths, tree.tensors_of(returned), strict=True))
     generator = torch.Generator().manual_seed(0)
     tangents = {}
     for path in tangent_paths:
@@ -121,6 +133,15 @@ def run_single_device(
     )
 
 
+class _CopyingViews(fx.Interpreter):
+    """Runs a traced graph whose values may lie in memory otherwise than the traced ones: a view that cannot be is a
+    copy, as it is in the rewritten program."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_view = target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+        return super().call_function(torch.ops.aten.reshape.default if is_view else target, args, kwargs)
+
+
 def run_traced(
     joint: JointGraph, values: Mapping[GraphInput, torch.Tensor], tangents: dict[str, torch.Tensor]
 ) -> SingleDevice:
@@ -130,7 +151,7 @@ def run_traced(
         for s in joint.inputs
     ]
     with torch.no_grad():
-        results = dict(zip(joint.outputs, joint.module(*flat), strict=True))
+        results = dict(zip(joint.outputs, _CopyingViews(joint.module).run(*flat), strict=True))
 
     def of(kind: OutputKind) -> dict[str, Any]:
         return {spec.path: value for spec, value in results.items() if spec.kind is kind}
@@ -212,7 +233,14 @@ class Float64Throughout(TorchFunctionMode):
 def in_float64(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Copies of a model and its inputs in float64 on the CPU; parameters on the meta device get random values."""
+    """Copies of a model and its inputs in float64 on the CPU; parameters on the meta device get random values.
+
+    Raises:
+        InputError: if an input is on the meta device, or not dense.
+    """
+    for path, tensor in flatten_inputs(args, kwargs)[0]:
+        if tensor.is_meta:
+            raise InputError(f"input {path} is on the meta device and has no values to verify with: give a real batch")
     copied = copy.deepcopy(model)
     if any(t.is_meta for t in [*copied.parameters(), *copied.buffers()]):
         copied = copied.to_empty(device="cpu")

@@ -112,6 +112,10 @@ def test_mixed_precision_keeps_parameters_wide(config: Path, tmp_path: Path) -> 
         (("plan", "CONFIG", "--cluster", "4 cpu", "--mesh", "3"), 2, "mesh '3' has 3 ranks, but cluster"),
         (("plan", "CONFIG", "--cluster", "4 cpu", "--json", "no/such/plan.json"), 2, "there is no directory 'no/such'"),
         (("plan", "CONFIG", "--cluster", "4 cpu", "--strategy", "ddp", "--mem-gb", "0.0001"), 3, "smallest budget"),
+        (("plan", "CONFIG", "--cluster", "4 cpu", "--batch", str(2**62)), 2, "are more than a tensor can hold"),
+        (("plan", "CONFIG", "--cluster", "4 cpu", "--batch", str(2**70)), 2, "are more than a tensor can hold"),
+        (("plan", "m" * 5000, "--cluster", "4 cpu"), 2, "no model 'mmm"),
+        (("explain", "m" * 5000 + ".json", "--cluster", "4 cpu"), 2, "no model 'mmm"),
         (("explain", "CONFIG"), 2, "Give --cluster"),
     ],
 )
@@ -128,11 +132,13 @@ def test_a_fault_is_one_message_and_an_exit_code(
 def test_a_saved_plan_takes_no_options_of_planning(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text('{"schema_version": 1}')
-    assert "only --module goes with it" in run("explain", str(file), "--cluster", "4 cpu")[2]
-    file.write_text("{")
-    code, _, err = run("explain", str(file))
-    assert code == 2
-    assert err.startswith(f"error: {file}: ")
+    for option in (("--cluster", "4 cpu"), ("--optimizer", "sgd"), ("--strategy", "tp")):
+        assert "only --module goes with it" in run("explain", str(file), *option)[2]
+    for text in ("{", "[" * 200_000):
+        file.write_text(text)
+        code, _, err = run("explain", str(file))
+        assert code == 2
+        assert err.startswith(f"error: {file}: ")
 
 
 NOISY = """
@@ -233,6 +239,9 @@ def alone():
 def reads_values():
     return nn.Linear(int(torch.linspace(0, 8, 3)[1].item()), 8)
 
+def leaves():
+    raise SystemExit(0)
+
 def language_model():
     import transformers
     config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=4, n_positions=16)
@@ -268,6 +277,7 @@ def test_a_factory_may_leave_the_inputs_of_a_language_model_out(factories: str) 
     [
         ("alone", {}, r"return \(module, example_inputs\)"),
         ("reads_values", {}, r"failed at \S*factories_\d+\.py:\d+ \(.*meta device as the default"),
+        ("leaves", {}, r"failed at \S*factories_\d+\.py:\d+ \(SystemExit: 0\)"),
         ("number", {}, "is a int: name a function"),
         ("missing", {}, "cannot import .*:missing from .*: AttributeError"),
         ("pair", {"batch": 4}, "brings its own example inputs"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -46,9 +47,15 @@ def test_unknown_device_lists_the_known_ones() -> None:
         Cluster.parse("8 Z80")
 
 
-@pytest.mark.parametrize("text", ["0 cpu", "0x8 H100", "2x0 H100"])
+@pytest.mark.parametrize("text", ["0 cpu", "0x8 H100", "2x0 H100", f"{10**20} cpu", "2000x1000 H100"])
 def test_empty_cluster(text: str) -> None:
     with pytest.raises(MeshError, match="must be positive"):
+        Cluster.parse(text)
+
+
+@pytest.mark.parametrize("text", ["2x2 cpu @ 0gbit", "2x2 cpu @ 0.0mbit", f"2x2 cpu @ {'9' * 400}gbit"])
+def test_a_network_must_move_something(text: str) -> None:
+    with pytest.raises(InputError, match="rate of the network must be positive and finite"):
         Cluster.parse(text)
 
 
@@ -76,6 +83,8 @@ def test_budget_is_bounded_by_the_card() -> None:
     assert budget_bytes(40, cluster) == 40 * GIB
     assert budget_bytes(0.5, cluster) == GIB // 2
     assert budget_bytes(80, cluster) == cluster.device.memory_bytes < 80 * GIB
+    assert budget_bytes(10**400, cluster) == budget_bytes(1e308, cluster) == cluster.device.memory_bytes
+    assert budget_bytes(Fraction(1, 2), cluster) == GIB // 2
 
 
 @pytest.mark.parametrize("mem_gb", [0, -1, float("nan"), float("inf"), True, "80"])

@@ -137,6 +137,9 @@ def test_wrong_arguments_are_refused() -> None:
         autopar.plan(TinyGpt, "4 cpu", example_inputs=ONE_RANK)  # type: ignore[arg-type]
     with pytest.raises(autopar.InputError, match="mem_gb must be a positive number"):
         autopar.pareto(model, "4 cpu", example_inputs=ONE_RANK, budgets=[-1])
+    for budgets in (8, "8", [None], ["8"], [True], [10**400]):
+        with pytest.raises(autopar.InputError, match="budgets must be a list of numbers of GiB"):
+            autopar.pareto(model, "4 cpu", example_inputs=ONE_RANK, budgets=budgets)  # type: ignore[arg-type]
 
 
 def test_an_infeasible_budget_names_one_that_works() -> None:

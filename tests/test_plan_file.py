@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,21 @@ from torch import fx
 
 from autopar import plan_reader
 from autopar.errors import InputError, PlanError
+from autopar.explain import CHOSEN
 from autopar.graph import GraphInput, InputKind, JointGraph
 from autopar.mesh import Mesh
 from autopar.placement import Partial, Replicate, Shard, shard
-from autopar.plan import Candidate, FactorRef, MemoryParts, ModuleRow, Plan, PlanReport, Storage
+from autopar.plan import (
+    Candidate,
+    FactorRef,
+    MemoryParts,
+    ModuleCost,
+    ModuleRow,
+    Plan,
+    PlanReport,
+    Storage,
+    break_even,
+)
 from autopar.plan_file import check_plan_matches, load_plan, plan_from_json, plan_to_json, save_plan
 
 R = Replicate()
@@ -124,6 +136,12 @@ def edited(path: str, value: Any) -> str:
         ("storage/wte.weight/sharding/1", "shard(0))", r"must be a placement such as .* found 'shard\(0\)\)'"),
         ("storage/wte.weight/sharding/1", "partial(sum)", r"must be a placement .* found 'partial\(sum\)'"),
         ("storage/wte.weight/sharding/1", f"shard({'9' * 5000})", r"must be a placement .*\.\.\.$"),
+        ("storage/wte.weight/sharding/1", "shard(64)", r"must be a placement .* found 'shard\(64\)'"),
+        (
+            "storage/wte.weight/sharding/1",
+            f"shard(0, split={2**63})",
+            r"must be a placement .* found 'shard\(0, split=",
+        ),
         ("storage/wte.weight/regather", "no", r"storage\.wte\.weight\.regather .* true or false, found 'no'"),
         ("report/step_time_s", -1, r"report\.step_time_s of the plan file must be seconds from 0"),
         ("report/step_time_s", "fast", r"report\.step_time_s .* found 'fast'"),
@@ -223,6 +241,18 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError, match=r"cannot write .*folder': Is a directory"):
         save_plan(PLAN, tmp_path / "folder")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match=r"cannot write .*pipe': it is a device or a pipe"):
+        save_plan(PLAN, tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "pipe").unlink()
+    for no_name in ("", ".", "/", "plan\0.json"):
+        with pytest.raises(InputError, match="that names no file"):
+            save_plan(PLAN, no_name)
+    with pytest.raises(InputError, match="a plan's file is given by its path, got None"):
+        save_plan(PLAN, None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"what is saved must be a plan, got 'ddp'"):
+        save_plan("ddp", path)  # type: ignore[arg-type]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "plan.json"]
 
 
@@ -231,6 +261,11 @@ def test_files_that_are_no_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load_plan(tmp_path / "missing.json")
     with pytest.raises(InputError, match=r"there is no plan file"):
         load_plan(tmp_path)
+    with pytest.raises(InputError, match=r"cannot read plan file .*File name too long"):
+        load_plan("a" * 5000)
+    for no_path in (None, 3, b"plan.json", PLAN):
+        with pytest.raises(InputError, match="a plan's file is given by its path"):
+            load_plan(no_path)  # type: ignore[arg-type]
     path = tmp_path / "plan.json"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(PlanError, match=r"plan\.json: the plan file is not UTF-8 text"):
@@ -246,6 +281,22 @@ def test_files_that_are_no_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load_plan(path)
     with pytest.raises(PlanError, match=r"1001 characters; more than 1000 are not read"):
         plan_from_json(" " * 1001)
+
+
+def test_odd_numbers_and_names_in_a_report_can_be_shown() -> None:
+    """What reading lets through, printing and explaining must stand."""
+    report = replace(REPORT, bound_s=0.0, num_searched=2**62)
+    assert "best of" not in str(replace(PLAN, report=report))
+    cost = ModuleCost("h.²", 1.0, {"all_gather@tp": math.inf}, 2**62, 0)
+    candidates = tuple(Candidate("tp", "tp=4", math.inf, 0.0, 0.0, 1, CHOSEN, (cost,)) for _ in range(2))
+    rows = (ModuleRow("h.0-3.mlp", 4, "", "", "", 0),)
+    plan = plan_from_json(plan_to_json(replace(PLAN, report=replace(report, candidates=candidates, rows=rows))))
+    assert plan.explain("h.²").startswith("h.² under ")
+    assert plan.compare(plan)
+    with pytest.raises(InputError, match="a plan is compared with another plan, got 'ddp'"):
+        plan.compare("ddp")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="break_even takes two plans, got 'ddp'"):
+        break_even("ddp", plan, "batch")  # type: ignore[arg-type]
 
 
 def joint_with(shapes: dict[str, tuple[int, ...]]) -> JointGraph:

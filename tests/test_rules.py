@@ -385,11 +385,28 @@ def test_rules_that_do_not_fit_the_call(rule: str, message: str | None) -> None:
             r"rule of a::b: partial results combine by sum, max or min, not \{'n': 'mean'\}",
         ),
         ("a::b", "m n", None, "cannot read rule 'm n'"),
+        (None, "m -> m", None, "op name None is not of the form"),
+        (torch.ops.aten.relu, "m -> m", None, "is not of the form"),
+        ("aten::relu", None, None, "rule of aten::relu: write it as text, .* not None"),
+        (
+            "aten::amax",
+            "m n -> m",
+            {"k": "max"},
+            "rule of aten::amax: reduce names k, which no input of 'm n -> m' has",
+        ),
+        ("aten::rellu", "m -> m", None, "there is no op aten::rellu: import the library that defines it first"),
+        ("aten::mm.mode", "m k, k n -> m n", None, "there is no op aten::mm.mode"),
+        ("no_such_library::mm", "m k, k n -> m n", None, "there is no op no_such_library::mm"),
     ],
 )
 def test_rules_that_cannot_be_registered(op: str, rule: str, reduce: dict[str, str] | None, message: str) -> None:
     with pytest.raises(RuleError, match=message):
         register_sharding_rule(op, rule, reduce=reduce)
+
+
+def test_a_linear_argument_must_exist() -> None:
+    with pytest.raises(RuleError, match=r"linear names argument 2, but 'm k, k n -> m n' has 2 \(from 0\)"):
+        register_sharding_rule("aten::mm", "m k, k n -> m n", linear=[[0], [2]])
 
 
 def test_an_op_without_a_rule_has_none() -> None:

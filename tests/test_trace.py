@@ -396,6 +396,12 @@ def test_wrong_batch_dims(overrides: dict[str, Any], message: str) -> None:
         find_batch_dims((torch.ones(4, 3),), {"mask": torch.ones(4)}, overrides)
 
 
+@pytest.mark.parametrize("overrides", [3, "input", [0], [("x", 0)]])
+def test_batch_dims_are_a_mapping(overrides: Any) -> None:
+    with pytest.raises(InputError, match="batch_dims must be a dict of input path -> dim or None"):
+        find_batch_dims((random(2, 3),), {}, overrides)
+
+
 def test_the_graph_is_for_the_batch_of_all_ranks() -> None:
     joint = trace(TinyLM(), *lm_call(0), num_ranks=3)
     assert joint.batch_dims == {"0": 0, "labels": 0}
@@ -685,6 +691,67 @@ def test_lazy_and_scripted_modules_are_refused() -> None:
     scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(TraceError, match="module 0 is TorchScript"):
         trace(nn.Sequential(scripted), (torch.ones(2, 4),), {})
+
+
+class Inverts(nn.Module):
+    """Calls a function of its weight before it multiplies by it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.eye(4, dtype=F64)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.function(self.weight)
+
+
+def test_an_op_with_effects_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"module 0 calls aten\._linalg_check_errors.*inv_ex\(x\)\.inverse"):
+        trace(nn.Sequential(Inverts(torch.linalg.inv)), (random(2, 4),), {})
+    call = ((random(2, 4),), {})
+    check_against_eager(Inverts(lambda weight: torch.linalg.inv_ex(weight).inverse), call, call)
+
+
+def test_what_is_not_dense_is_refused() -> None:
+    linear, x = nn.Linear(4, 4), torch.randn(2, 4)
+    odd = {
+        "sparse_coo": x.to_sparse(),
+        "nested": torch.nested.nested_tensor([x[0]]),
+        "quantized": torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
+    }
+    for kind, tensor in odd.items():
+        with pytest.raises(InputError, match=f"input 0 is a {kind} tensor, and only dense ones can be cut"):
+            trace(linear, (tensor,), {})
+    linear.register_buffer("mask", x.to_sparse())
+    with pytest.raises(TraceError, match="mask is a sparse_coo tensor"):
+        trace(linear, (x,), {})
+    with pytest.raises(TraceError, match=r"gradient of weight is a sparse_coo tensor.*sparse=False"):
+        trace(nn.Embedding(8, 4, sparse=True), (tokens(2, 3, high=8),), {})
+    linear = nn.Linear(4, 4, dtype=torch.complex64)
+    with pytest.raises(TraceError, match=r"parameter weight is torch\.complex64.*view_as_complex"):
+        trace(linear, (x.to(torch.complex64),), {})
+    trace(linear.requires_grad_(False), (x.to(torch.complex64),), {})
+
+
+def test_a_failure_prints_no_traceback_of_pytorchs_own(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TraceError, match="same reduction dim"):
+        trace(nn.Linear(8, 8), (torch.randn(2, 9),), {})
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+class Recorded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.profiler.record_function("outer"), torch.profiler.record_function("inner"):
+            return self.linear(x)
+
+
+def test_marks_for_the_profiler_are_left_out() -> None:
+    joint = trace(Recorded(), (torch.randn(2, 4),), {})
+    assert not [node for node in joint.module.graph.nodes if "profiler" in str(node.target)]
+    assert all("val" in node.meta for node in joint.module.graph.nodes if node.op != "output")
 
 
 @dataclass

@@ -14,8 +14,8 @@ from programs import Subject, subject
 from tiny_models import Llama, Mlp, TinyGpt, token_batch
 from torch import Tensor, nn
 
-from autopar import rules
-from autopar.errors import BatchError, VerificationError
+from autopar import rules, verify
+from autopar.errors import BatchError, InputError, VerificationError
 from autopar.graph import OutputKind
 from autopar.strategies import STRATEGIES
 from autopar.verification import relative_error
@@ -260,3 +260,41 @@ def test_relative_error() -> None:
     assert relative_error(torch.tensor([1, 2]), torch.tensor([1, 2])) == 0
     assert relative_error(torch.zeros(0), torch.zeros(0)) == 0
     assert relative_error(torch.ones(1), torch.zeros(1)) > 1
+
+
+class _AttentionWithDropout(nn.Module):
+    """Its keys join an empty cache, and so come to lie in order; the normalised graph leaves that out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        k = torch.cat([k[:, :, :0], k], 2)
+        mask = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.5)
+
+
+def test_the_traced_reference_lies_otherwise_in_memory() -> None:
+    report = subject(_AttentionWithDropout(), torch.randn(4, 3, 8)).verify("ddp", 2)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "message"),
+    [
+        (Mlp(), torch.ones(4, 12, dtype=torch.long), r"the model itself fails on these inputs .*RuntimeError: .*dtype"),
+        (nn.Embedding(8, 4), torch.full((4, 3), 99), r"fails on these inputs .*IndexError: index out of range"),
+        (Mlp(), torch.empty(4, 12, device="meta"), r"input 0 is on the meta device and has no values"),
+        (Mlp(), torch.ones(4, 12).to_sparse(), r"input 0 is a sparse_coo tensor"),
+    ],
+)
+def test_inputs_that_cannot_be_verified(model: nn.Module, inputs: Tensor, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        verify(model, "ddp", inputs, mesh=2)
+
+
+def test_verify_takes_plans_and_names_only() -> None:
+    with pytest.raises(InputError, match="verify takes a plan or a strategy's name, got None"):
+        verify(Mlp(), None, torch.ones(4, 12))  # type: ignore[arg-type]
