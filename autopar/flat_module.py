@@ -1,0 +1,79 @@
+"""The model as AOTAutograd wants it: a function from tensors to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from autopar.errors import InputError
+from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
+from autopar.model_state import ModelState
+from autopar.precision import WideLosses, at_least_float32
+from autopar.signature import CallSignature, OutputTree, flatten_output
+
+
+class FlatModule(nn.Module):
+    """The model as a function from its parameters, buffers and input tensors to its output tensors.
+
+    AOTAutograd sees the model's tensors as plain inputs, each once however many names it has.  Parameters are cast to
+    the dtypes in which they are used, so that from here on mixed precision is nothing but casts in the graph.
+    """
+
+    def __init__(
+        self, model: nn.Module, state: ModelState, signature: CallSignature, used: Mapping[int, torch.dtype]
+    ) -> None:
+        super().__init__()
+        # Not a submodule, so that AOTAutograd does not lift the parameters itself.
+        self.call = model.__call__
+        self.state = state
+        self.signature = signature
+        self.dtypes = {name: used[id(p)] for name, p in state.parameters.items() if id(p) in used}
+        self.inputs = (
+            *(GraphInput(InputKind.PARAM, name) for name in state.parameters),
+            *(GraphInput(InputKind.BUFFER, name) for name in state.buffers),
+            *(GraphInput(InputKind.INPUT, path) for path in signature.paths),
+        )
+        self.output_tree: OutputTree | None = None
+        self.outputs: tuple[GraphOutput, ...] = ()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The model's output tensors and its buffers' new values, given its parameters, buffers and inputs."""
+        names = list(self.state.tensors)
+        held = {name: t.to(self.dtypes.get(name, t.dtype)) for name, t in zip(names, tensors, strict=False)}
+        args, kwargs = self.signature.rebuild(tensors[len(names) :])
+        # AOTAutograd calls this twice; what the first call left on the modules must not reach the second.
+        self.state.restore()
+        self.state.put(held)
+        with WideLosses() if self.dtypes else nullcontext():
+            self.output_tree, outputs = flatten_output(self.call(*args, **kwargs))
+        if not outputs:
+            raise _no_tensors(self.output_tree)
+        if self.dtypes:  # whoever adds losses up, or scales them, wants no bfloat16
+            outputs = [at_least_float32(t) if t.ndim == 0 else t for t in outputs]
+        reassigned = self.state.reassigned(held)
+        self.outputs = (
+            *(GraphOutput(OutputKind.OUTPUT, path) for path in self.output_tree.paths),
+            *(GraphOutput(OutputKind.MUTATION, name) for name in reassigned),
+        )
+        with_tangent = [t.requires_grad for t in outputs]
+        if any(wanted and t.ndim == 0 for wanted, t in zip(with_tangent, outputs, strict=True)):
+            with_tangent = [wanted and t.ndim == 0 for wanted, t in zip(with_tangent, outputs, strict=True)]
+        outputs = [t if wanted else t.detach() for wanted, t in zip(with_tangent, outputs, strict=True)]
+        # The copies, removed again later, keep AOTAutograd from treating outputs that share memory specially, and let
+        # it expect contiguous tangents.
+        returned = (*outputs, *(t.detach() for t in reassigned.values()))
+        return tuple(t.clone(memory_format=torch.contiguous_format) for t in returned)
+
+
+def _no_tensors(tree: OutputTree) -> InputError:
+    dropped = ", ".join(path or "the return value" for path in tree.dropped)
+    hint = (
+        f" ({dropped} is an object that PyTorch cannot look into: register its class with"
+        " torch.utils._pytree.register_pytree_node, or return a dict)"
+        if dropped
+        else ""
+    )
+    return InputError(f"the module returns no tensor{hint}")
