@@ -180,7 +180,7 @@ def overloads_of(op: Any) -> list[Any]:
 
 def rule_for(node: fx.Node) -> OpRule | None:
     """The rule of a call, or None if the op has none and must run whole on every rank."""
-    from autopar import rules_compute, rules_image, rules_scatter, rules_view  # noqa: F401  (fill the table)
+    from autopar import rules_attention, rules_compute, rules_image, rules_scatter, rules_view  # noqa: F401  (fill it)
 
     op: Any = node.target
     if not isinstance(op, OpOverload):

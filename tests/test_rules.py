@@ -18,7 +18,7 @@ from rule_cases import Case, case, f
 from rule_cases_image import IMAGES
 from rule_cases_scatter import SCATTERS
 
-from autopar import rules, rules_compute, rules_image, rules_scatter, rules_view  # noqa: F401  (fill the table)
+from autopar import rules, rules_attention, rules_compute, rules_image, rules_scatter, rules_view  # noqa: F401
 from autopar._compat import OpOverloadPacket
 from autopar.errors import RuleError
 from autopar.mesh import Mesh
