@@ -188,7 +188,10 @@ class Compiler:
         sim = best.simulation
         words = describe_params(joint, best.plan)
         program = rewrite(joint, best.plan, check=False)
-        named = [p for p in priced if p.plan.strategy != AUTO or p is best]
+        searched = [p for p in priced if p.plan.strategy == AUTO]
+        fitting = [p for p in searched if p.simulation.memory.total <= budget] or searched
+        first = min(fitting, key=lambda p: p.simulation.step_time_s, default=best)
+        named = [p for p in priced if p.plan.strategy != AUTO or p is best or p is first]
         report = PlanReport(
             cluster=str(self.cluster),
             budget_bytes=budget,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from autopar.errors import InputError, PlanError
-from autopar.graph import JointGraph
+from autopar.graph import InputKind, JointGraph
 from autopar.mesh import Mesh
 from autopar.placement import Partial, Sharding, describe_placement, is_sharded, shard_dim, shard_split
 from autopar.plan import Plan
@@ -171,6 +171,7 @@ def check_plan_matches(plan: Plan, joint: JointGraph) -> None:
         _list_some("the plan does not say how to store", "parameter", [n for n in params if n not in plan.storage]),
         _list_some("the model does not have", "parameter", [n for n in plan.storage if n not in params]),
         _list_some("the model runs nothing in", "region", sorted(set(plan.recompute) - ran)),
+        _list_some("the plan cuts dims of tensors that the model does not have:", "name", _strangers(plan, joint)),
     ]
     if any(differences):
         made_for = plan.graph_fingerprint or "none, it was written by hand"
@@ -181,6 +182,14 @@ def check_plan_matches(plan: Plan, joint: JointGraph) -> None:
         )
     for name, shape in params.items():
         _check_storage(name, plan.storage[name].sharding, shape, plan.mesh)
+
+
+def _strangers(plan: Plan, joint: JointGraph) -> list[str]:
+    """Anchors of the plan that are no parameter or buffer, and that it does not store either.  (An input may be missing:
+    a call in evaluation may have no labels.)"""
+    held = {spec.path for spec in joint.inputs if spec.kind in (InputKind.PARAM, InputKind.BUFFER)}
+    anchors = dict.fromkeys(ref.anchor for refs in plan.factors for ref in refs)
+    return [a for a in anchors if not a.startswith("input:") and a not in held and a not in plan.storage]
 
 
 def _list_some(words: str, noun: str, names: list[str]) -> str:

@@ -350,3 +350,9 @@ def test_storage_must_fit_the_shapes(shapes: dict[str, tuple[int, ...]], shardin
 def test_factors_must_fit_the_mesh() -> None:
     with pytest.raises(PlanError, match=r"lists factors for 1 axes, but its mesh dp=2×tp=4 has 2"):
         check_plan_matches(replace(PLAN, factors=((),)), joint_with(SHAPES))
+
+
+def test_a_cut_along_a_tensor_that_does_not_exist_is_refused() -> None:
+    odd = replace(PLAN, factors=((FactorRef("input:elsewhere", 0),), (FactorRef("nope", 0),)))
+    with pytest.raises(PlanError, match=r"cuts dims of tensors that the model does not have: 1 name: 'nope'"):
+        check_plan_matches(odd, joint_with(SHAPES))
