@@ -185,8 +185,8 @@ def check_plan_matches(plan: Plan, joint: JointGraph) -> None:
 
 
 def _strangers(plan: Plan, joint: JointGraph) -> list[str]:
-    """Anchors of the plan that are no parameter or buffer, and that it does not store either.  (An input may be missing:
-    a call in evaluation may have no labels.)"""
+    """Anchors of the plan that are no parameter or buffer, and that it does not store either.  (An input may be
+    missing: a call in evaluation may have no labels.)"""
     held = {spec.path for spec in joint.inputs if spec.kind in (InputKind.PARAM, InputKind.BUFFER)}
     anchors = dict.fromkeys(ref.anchor for refs in plan.factors for ref in refs)
     return [a for a in anchors if not a.startswith("input:") and a not in held and a not in plan.storage]
