@@ -1,6 +1,6 @@
 """The one place that touches PyTorch's private interfaces.
 
-Tested with torch 2.13.0.  When a name moves between versions, it is resolved here and nowhere else.
+Tested with torch 2.13.0 and 2.14.1.  When a name moves between versions, it is resolved here and nowhere else.
 """
 
 from __future__ import annotations
