@@ -142,6 +142,7 @@ def run_example(name: str, num_ranks: int, *flags: str) -> subprocess.CompletedP
     """Run a file of `examples/` on CPU processes."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONFAULTHANDLER"] = "1"  # a process that aborts says where its threads were
     command = [*launch, str(ROOT / "examples" / name), *flags]
     run = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
