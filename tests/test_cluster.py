@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from fractions import Fraction
 from types import SimpleNamespace
@@ -140,12 +139,12 @@ def test_links_follow_from_strides_as_from_all_groups(per_node: int, sizes: tupl
             assert link.nccl.ranks_per_node == min(min(c.values()) for c in counts)
 
 
-def test_links_of_a_large_cluster_take_no_time() -> None:
+def test_links_of_a_large_cluster_are_found_without_listing_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster.parse("2048x8 H100")
     mesh = Mesh(("pp", "dp", "tp"), (16, 128, 8))
-    started = time.perf_counter()
+    for lists_ranks in ("groups", "rank", "coordinate"):
+        monkeypatch.delattr(Mesh, lists_ranks)
     links = [axis_link(cluster, mesh, axis) for axis in mesh.names]
-    assert time.perf_counter() - started < 0.5  # listing the groups of 16,384 ranks takes longer
     assert [link.name for link in links] == ["inter-node", "inter-node", "intra-node"]
 
 
