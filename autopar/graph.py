@@ -120,6 +120,14 @@ class JointGraph:
         return graph_fingerprint(self.module.graph, f"{self.inputs}{self.outputs}")
 
 
+def drop_unread(graph: fx.Graph) -> None:
+    """Erase what nobody reads and what does nothing but compute."""
+    # `Graph.eliminate_dead_code` asks of every node whether it has side effects; few have no reader.
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
+
+
 def copy_node(graph: fx.Graph, node: fx.Node, change: Callable[[fx.Node], Any]) -> fx.Node:
     """As `fx.Graph.node_copy`: `change` gives each node argument's counterpart, in the order of the arguments."""
     args, kwargs = fx.map_arg(node.args, change), fx.map_arg(node.kwargs, change)

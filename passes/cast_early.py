@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from autopar.graph import add_call
-from autopar.passes.reshard import is_reshard
-from autopar.placement import Partial, Replicate, meta_value
+from autopar.passes.reshard import communicates, is_reshard
+from autopar.placement import Partial, meta_value
 from autopar.rules import is_look
 
 _CAST = torch.ops.aten._to_copy.default
@@ -30,10 +30,7 @@ def cast_early(module: fx.GraphModule) -> fx.GraphModule:
 
 def _moves_parts(reshard: fx.Node) -> bool:
     """Whether a reshard sends parts of a value elsewhere, rather than summing or only slicing."""
-    moves = [(now, then) for now, then in zip(reshard.meta["source"], reshard.meta["sharding"], strict=True)]
-    if any(isinstance(now, Partial) for now, _ in moves):
-        return False
-    return any(now != then and not isinstance(now, Replicate) for now, then in moves)
+    return communicates(reshard) and not any(isinstance(now, Partial) for now in reshard.meta["source"])
 
 
 def _readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

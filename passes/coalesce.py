@@ -19,7 +19,7 @@ from torch import fx
 from autopar.program import COLLECTIVE_KINDS
 
 aten = torch.ops.aten
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 SMALL_BYTES = 128 * 2**10
 """What is small: biases and norms of the widest models, not their matrices.  Below this a GPU link is still waiting
@@ -47,7 +47,7 @@ def coalesce(module: fx.GraphModule) -> fx.GraphModule:
         limit = largest[kind, backward]
         if int(node.meta["bytes"]) > min(SMALL_BYTES, limit // 2):
             continue
-        early = kind == "all_gather" and _made_from_inputs(node)
+        early = kind == "all_gather" and layout_before(node) is not None
         key = (node.target, node.args[1:], node.meta["val"].dtype, backward, early)
         bucket = open_buckets.get(key)
         if bucket is None or not bucket.takes(node, order, limit):
@@ -87,11 +87,12 @@ class _Bucket:
     def add(self, node: fx.Node, order: dict[fx.Node, int]) -> None:
         self.members.append(node)
         self.num_bytes += int(node.meta["bytes"])
-        self.first_read = min([self.first_read, *(order[u] for u in _readers(_wait(node)))])
+        self.first_read = min([self.first_read, *(order[u] for u in _readers(wait_of(node)))])
 
 
-def _wait(collective: fx.Node) -> fx.Node:
-    return next(u for u in collective.users if u.target is _WAIT)
+def wait_of(collective: fx.Node) -> fx.Node:
+    """The node that waits for a collective."""
+    return next(u for u in collective.users if u.target is WAIT)
 
 
 def _readers(value: fx.Node) -> Iterable[fx.Node]:
@@ -116,48 +117,39 @@ def _starts_collective(step: fx.Node) -> bool:
     return any(u.target in COLLECTIVE_KINDS or (u.meta.get("layout") and _starts_collective(u)) for u in step.users)
 
 
-def _made_from_inputs(node: fx.Node) -> bool:
-    """Whether nothing but layout steps lies between a collective and the graph's inputs."""
-    stack = list(node.all_input_nodes)
+def layout_before(collective: fx.Node) -> set[fx.Node] | None:
+    """The layout steps between the graph's inputs and a collective, with the positions that they slice at; None if
+    anything else lies between."""
+    steps: set[fx.Node] = set()
+    stack = list(collective.all_input_nodes)
     while stack:
-        value = stack.pop()
-        if value.op == "placeholder":
+        node = stack.pop()
+        if node.op == "placeholder":
             continue
-        if not (value.meta.get("layout") or isinstance(value.meta.get("val"), int)):
-            return False
-        stack += value.all_input_nodes
-    return True
+        if not (node.meta.get("layout") or isinstance(node.meta.get("val"), int)):
+            return None
+        steps.add(node)
+        stack += node.all_input_nodes
+    return steps
 
 
 def _merge(graph: fx.Graph, bucket: _Bucket, order: dict[fx.Node, int]) -> None:
     first, last = bucket.members[0], bucket.members[-1]
     place = first if bucket.early else last
     if bucket.early:
-        for node in _sources(bucket.members[1:], order):
+        for node in sorted(set().union(*(layout_before(member) or () for member in bucket.members[1:]))):
             place.prepend(node)
     with graph.inserting_before(place):
         results = _Flat(graph, bucket.members).run()
     for member, result in zip(bucket.members, results, strict=True):
         # Layout steps that stood before the place now start from a slice that comes after them.
-        behind = [step for step in layout_after(_wait(member)) if order[step] < order[place]]
+        behind = [step for step in layout_after(wait_of(member)) if order[step] < order[place]]
         for step in sorted(behind, key=order.__getitem__, reverse=True):
             results[-1].append(step)
-        _wait(member).replace_all_uses_with(result)
+        wait_of(member).replace_all_uses_with(result)
     for member in bucket.members:
-        graph.erase_node(_wait(member))
+        graph.erase_node(wait_of(member))
         graph.erase_node(member)
-
-
-def _sources(members: list[fx.Node], order: dict[fx.Node, int]) -> list[fx.Node]:
-    """The layout steps that bring inputs into place, in order."""
-    found: set[fx.Node] = set()
-    stack = [n for member in members for n in member.all_input_nodes]
-    while stack:
-        node = stack.pop()
-        if node.op != "placeholder" and node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return sorted(found, key=order.__getitem__)
 
 
 class _Flat:
@@ -195,14 +187,14 @@ class _Flat:
         target, rest = self.members[0].target, self.members[0].args[1:]
         sent = self._emit(target, (buffer, *rest), (received, total))
         sent.meta.update(layout=False, bytes=sum(int(m.meta["bytes"]) for m in self.members))
-        done = self._emit(_WAIT, (sent,), (received, total))
+        done = self._emit(WAIT, (sent,), (received, total))
         done.meta["layout"] = False
         results, start = [], 0
         for member, width in zip(self.members, widths, strict=True):
             piece = self._emit(aten.slice.Tensor, (done, 1, start, start + width), (received, width))
             shape = tuple(member.meta["val"].shape)
             result = self._emit(aten.reshape.default, (piece, list(shape)), shape)
-            result.meta.update({k: _wait(member).meta[k] for k in ("module", "sharding", "global_shape")})
+            result.meta.update({k: wait_of(member).meta[k] for k in ("module", "sharding", "global_shape")})
             results.append(result)
             start += width
         return results

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar._compat import LazyGraphModule, OpOverload
-from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind, copy_node
+from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind, copy_node, drop_unread
 from autopar.program import COLLECTIVE_KINDS, DeferredBackward, LocalGraph
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -59,7 +59,7 @@ def _compute(backward: LocalGraph, late: set[fx.Node], waiting: list[fx.Node]) -
             copies[node] = copy_node(graph, node, copies.__getitem__)
     gradients = _returned(backward)
     graph.output((*(None if n is None or n in late else copies[n] for n in gradients), *(copies[n] for n in waiting)))
-    _drop_unread(graph)
+    drop_unread(graph)
     unreduced = tuple(GraphOutput(OutputKind.SAVED, node.name) for node in waiting)
     shardings = (*backward.output_shardings, *(None for _ in waiting))
     module = LazyGraphModule(backward.module, graph)
@@ -83,15 +83,9 @@ def _reduce(backward: LocalGraph, late: set[fx.Node], waiting: list[fx.Node]) ->
         if node in late or node.target in (operator.mul, operator.add):
             copies[node] = copy_node(graph, node, copies.__getitem__)
     graph.output(tuple(copies[n] if n in late else None for n in _returned(backward)))
-    _drop_unread(graph)
+    drop_unread(graph)
     module = LazyGraphModule(backward.module, graph)
     return LocalGraph(module, tuple(inputs), backward.outputs, (None,) * len(inputs), backward.output_shardings)
-
-
-def _drop_unread(graph: fx.Graph) -> None:
-    for node in reversed(graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users and not node.is_impure():
-            graph.erase_node(node)
 
 
 def _returned(graph: LocalGraph) -> list[fx.Node | None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from autopar.factors import analyse
-from autopar.graph import GraphInput, InputKind, JointGraph
+from autopar.graph import GraphInput, InputKind, JointGraph, drop_unread
 from autopar.passes.cast_early import cast_early
 from autopar.passes.coalesce import coalesce
 from autopar.passes.decompose import cut_whole, decompose
@@ -122,10 +122,7 @@ def parameter_uses(joint: JointGraph, plan: Plan) -> dict[str, Sharding]:
 
 
 def _drop_dead(module: fx.GraphModule) -> fx.GraphModule:
-    # `Graph.eliminate_dead_code` asks of every node whether it has side effects; few have no reader.
-    for node in reversed(module.graph.nodes):
-        if not node.users and not node.is_impure():
-            module.graph.erase_node(node)
+    drop_unread(module.graph)
     return module
 
 

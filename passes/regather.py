@@ -12,10 +12,7 @@ from torch import fx
 from autopar.graph import GraphInput, InputKind
 from autopar.passes.reshard import is_reshard
 from autopar.plan import Plan
-from autopar.rules import is_look, tensor_inputs
-
-CHEAP = {torch.ops.aten._to_copy.default}
-"""Ops that are repeated like views, though they compute."""
+from autopar.rules import is_look_or_cast, tensor_inputs
 
 
 def regather(module: fx.GraphModule, inputs: tuple[GraphInput, ...], plan: Plan) -> fx.GraphModule:
@@ -29,7 +26,9 @@ def regather(module: fx.GraphModule, inputs: tuple[GraphInput, ...], plan: Plan)
     chains = []
     for spec, node in zip(inputs, placeholders, strict=True):
         if spec.kind is InputKind.PARAM and plan.storage[spec.path].regather:
-            narrowed = [n for n in node.users if n.target in CHEAP]  # cast before they are gathered
+            narrowed = [
+                n for n in node.users if n.target is torch.ops.aten._to_copy.default
+            ]  # cast before they are gathered
             readers = [u for value in (node, *narrowed) for u in value.users]
             chains += [_looks(n) for n in readers if is_reshard(n) and not n.meta["backward"]]
     repeated = [chain for chain in chains if _uses(chain, backward=True)]
@@ -44,7 +43,7 @@ def _looks(gathered: fx.Node) -> list[fx.Node]:
     """A gathered parameter and the forward nodes that only look at it."""
     chain = [gathered]
     for node in chain:
-        chain += [u for u in node.users if not u.meta.get("backward") and (u.target in CHEAP or is_look(u))]
+        chain += [u for u in node.users if not u.meta.get("backward") and is_look_or_cast(u)]
     return chain
 
 

@@ -29,12 +29,11 @@ from autopar._compat import OpOverload
 from autopar.errors import PlanError
 from autopar.graph import GraphInput, InputKind
 from autopar.mesh import Mesh
-from autopar.passes.regather import CHEAP
-from autopar.passes.reshard import is_reshard
-from autopar.placement import Replicate, is_sharded
+from autopar.passes.reshard import communicates, is_reshard
+from autopar.placement import is_sharded
 from autopar.plan import RECOMPUTE_LEVELS, Plan
 from autopar.regions import region_of
-from autopar.rules import is_look
+from autopar.rules import is_look_or_cast
 
 
 def remat(module: fx.GraphModule, inputs: Sequence[GraphInput], plan: Plan) -> fx.GraphModule:
@@ -47,8 +46,9 @@ def remat(module: fx.GraphModule, inputs: Sequence[GraphInput], plan: Plan) -> f
         if level not in RECOMPUTE_LEVELS:
             known = ", ".join(RECOMPUTE_LEVELS)
             raise PlanError(f"the plan recomputes {region or '(root)'!r} at level {level!r}; the levels are {known}")
+    given = parameter_looks(module.graph, inputs) if plan.recompute else ()
     for region, nodes in forward_nodes(module.graph, plan.recompute).items():
-        chosen = choose_saved(nodes, parameter_looks(module.graph, inputs), plan.recompute[region], plan.mesh)
+        chosen = choose_saved(nodes, given, plan.recompute[region], plan.mesh)
         _repeat_in_backward(module.graph, chosen)
     return module
 
@@ -72,7 +72,7 @@ def parameter_looks(graph: fx.Graph, inputs: Sequence[GraphInput]) -> set[fx.Nod
     for node in graph.nodes:
         if node.op == "get_attr" or (
             node.op == "call_function"
-            and (is_reshard(node) or is_look(node) or node.target in CHEAP)
+            and (is_reshard(node) or is_look_or_cast(node))
             and node.all_input_nodes[0] in found
         ):
             found.add(node)
@@ -119,13 +119,8 @@ def _is_expensive(node: fx.Node) -> bool:
     """Whether computing a value again costs more than memory traffic: a product, attention, a collective."""
     op = node.target
     if not isinstance(op, OpOverload):
-        return is_reshard(node) and _communicates(node)
+        return is_reshard(node) and communicates(node)
     return op.overloadpacket in flop_registry or "scaled_dot_product" in op._schema.name
-
-
-def _communicates(reshard: fx.Node) -> bool:
-    moves = zip(reshard.meta["source"], reshard.meta["sharding"], strict=True)
-    return any(now != then and not isinstance(now, Replicate) for now, then in moves)
 
 
 def _minimum_cut(

@@ -29,6 +29,12 @@ def is_reshard(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is reshard
 
 
+def communicates(node: fx.Node) -> bool:
+    """Whether a reshard sends anything, rather than only slicing what is whole."""
+    moves = zip(node.meta["source"], node.meta["sharding"], strict=True)
+    return any(now != then and not isinstance(now, Replicate) for now, then in moves)
+
+
 def insert_reshards(joint: JointGraph, assignment: Assignment, plan: Plan) -> fx.GraphModule:
     """Copy the joint graph with a reshard at every mismatch.
 

@@ -8,20 +8,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
-from autopar.passes.coalesce import layout_after
+from autopar.passes.coalesce import WAIT, layout_after, layout_before, wait_of
 from autopar.program import COLLECTIVE_KINDS
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def sink_waits(module: fx.GraphModule) -> fx.GraphModule:
     """Move each wait, and the layout steps that follow it, to just before the first reader."""
     graph = module.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in reversed([n for wait in graph.nodes if wait.target is _WAIT for n in _with_layout(wait, order)]):
+    for node in reversed([n for wait in graph.nodes if wait.target is WAIT for n in _with_layout(wait, order)]):
         if node.users:
             min(node.users).prepend(node)
     return module
@@ -41,8 +38,8 @@ def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     for backward in (False, True):
         gathers = [g for g in _collectives(module.graph, "all_gather") if g.meta["backward"] is backward]
-        gathers = [g for g in gathers if _source(g) is not None]
-        waits = [next(u for u in g.users if u.target is _WAIT) for g in gathers]
+        gathers = [g for g in gathers if layout_before(g) is not None]
+        waits = [wait_of(g) for g in gathers]
         limit = max((int(g.meta["bytes"]) for g in gathers), default=0)
         first, ahead = 0, 0
         for k, gather in enumerate(gathers):
@@ -51,25 +48,9 @@ def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
                 first += 1
                 ahead -= int(gathers[first].meta["bytes"])
             if order[waits[first]] < order[gather]:
-                for node in (*(_source(gather) or ()), gather):
+                for node in (*sorted(layout_before(gather) or ()), gather):
                     waits[first].prepend(node)
     return module
-
-
-def _source(gather: fx.Node) -> list[fx.Node] | None:
-    """The layout steps between a parameter at rest and its gather, with the positions that they slice at, in the
-    graph's order; None if the gather is of something else."""
-    steps: set[fx.Node] = set()
-    stack = list(gather.all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node.op == "placeholder":
-            continue
-        if not (node.meta.get("layout") or isinstance(node.meta["val"], int)):
-            return None
-        steps.add(node)
-        stack += node.all_input_nodes
-    return sorted(steps)
 
 
 def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
@@ -91,7 +72,7 @@ def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
         while under_way and total + size > limit:
             oldest = under_way.popleft()
             total -= int(oldest.meta["bytes"])
-            for node in _with_layout(next(u for u in oldest.users if u.target is _WAIT), order):
+            for node in _with_layout(wait_of(oldest), order):
                 reduction.prepend(node)
         under_way.append(reduction)
         total += size
@@ -100,7 +81,7 @@ def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
 
 def _read_by(reduction: fx.Node, output: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Whether only the graph's output reads what a reduction gives."""
-    steps = _with_layout(next(u for u in reduction.users if u.target is _WAIT), order)
+    steps = _with_layout(wait_of(reduction), order)
     return {user for step in steps for user in step.users} - set(steps) == {output}
 
 
