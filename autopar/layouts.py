@@ -41,11 +41,11 @@ class Layout:
         return Plan("auto", self.mesh, self.factors, storage, recompute)
 
     @property
-    def storage_axes(self) -> tuple[int, ...]:
-        """Axes along which a parameter may rest cut though it is used whole: the innermost that cuts the batch, since
-        gathers are fastest there, or, if none does, the last."""
+    def storage_axis(self) -> int:
+        """The axis along which a parameter may rest cut though it is used whole: the innermost that cuts the batch,
+        since gathers are fastest there, or, if none does, the last."""
         cut = [axis for axis, refs in enumerate(self.factors) if any(ref.label == "batch" for ref in refs)]
-        return (cut[-1] if cut else self.mesh.num_axes - 1,)
+        return cut[-1] if cut else self.mesh.num_axes - 1
 
 
 def find_layouts(joint: JointGraph, sizes: Sequence[int], ranks_per_node: int) -> list[Layout]:
@@ -104,14 +104,11 @@ def storages(joint: JointGraph, layout: Layout) -> dict[str, dict[str, Storage]]
     params = joint.param_nodes()
     whole = dict.fromkeys(params, Storage(replicated(layout.mesh)))
     uses = parameter_uses(joint, layout.plan(whole, {}))
-    found = {}
+    axis, found = layout.storage_axis, {}
     for path, node in params.items():
         used: Sharding = uses.get(path, replicated(layout.mesh))
         base = tuple(p if is_sharded(p) else Replicate() for p in used)
-        rest = base
-        for axis in layout.storage_axes:
-            if not is_sharded(base[axis]):
-                rest = cut_at_rest(node, rest, axis, layout.mesh)
+        rest = base if is_sharded(base[axis]) else cut_at_rest(node, base, axis, layout.mesh)
         cut = Storage(rest)
         again = replace(cut, regather=rest != base)
         found[path] = dict(zip(MODES, (Storage(base), cut, again), strict=True))
