@@ -26,6 +26,7 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -110,9 +111,11 @@ def constants(module: fx.GraphModule) -> list[Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of one rank: the peak at the allocator, the peak of the tensors that ops return, and between steps."""
+    """Bytes of one rank: the peak at the allocator, the same without what kernels allocate and free again at once, the
+    peak of the tensors that ops return, and between steps."""
 
     peak: int
+    lasting: int
     tensors: int
     at_rest: int
 
@@ -164,7 +167,15 @@ def measure(
         at_rest = tracker.live_bytes
         with allocator_events() as events:
             train_step(parallel, optimizer, args, kwargs, accumulate)
-    return profile, Measured(at_rest + max(itertools.accumulate(events), default=0), tracker.peak_bytes, at_rest)
+    lasting = [size for i, size in enumerate(events) if not _is_scratch(events, i)]
+    peaks = (at_rest + max(itertools.accumulate(sizes), default=0) for sizes in (events, lasting))
+    return profile, Measured(*peaks, tracker.peak_bytes, at_rest)
+
+
+def _is_scratch(events: Sequence[int], i: int) -> bool:
+    """Whether an event of the allocator takes what the next one gives back, or gives back what the last one took."""
+    neighbour = i + 1 if events[i] > 0 else i - 1
+    return 0 <= neighbour < len(events) and events[neighbour] == -events[i]
 
 
 def check(

@@ -22,16 +22,23 @@ aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 SMALL_BYTES = 128 * 2**10
-"""What is small: biases and norms of the widest models, not their matrices.  Below this a GPU link is still waiting
-for the start (20 µs at 5 GB/s) when the bytes are through, and Ethernet is busy with headers."""
+"""What is small where somebody waits.  Below this a GPU link is still waiting for the start (20 µs at 5 GB/s) when the
+bytes are through, and Ethernet is busy with headers."""
+
+BUCKET_BYTES = 8 * 2**20
+"""How much of the parameters, and of their gradients, travels together.  Gloo sends at least two pieces per rank and
+collective, and pieces of up to 1 MiB, each with a handshake; NCCL reaches most of its bandwidth here."""
+
+FIRST_BUCKET_BYTES = 2**20
+"""How much of the first ones, so that computing does not wait for many, nor the links."""
 
 
 def coalesce(module: fx.GraphModule) -> fx.GraphModule:
     """Merge small collectives.
 
-    A bucket never holds more than the largest single collective of its kind and pass, so that what is gathered or
-    unreduced at any moment at most doubles.  Gathers and reductions of activations, which somebody waits for at once,
-    find no partner.
+    Parameters and gradients, which can be early or late, fill buckets of up to `BUCKET_BYTES`.  What somebody waits for
+    mostly finds no partner; where it does, a bucket holds no more than the largest single collective of its kind and
+    pass.
     """
     graph = module.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -40,18 +47,21 @@ def coalesce(module: fx.GraphModule) -> fx.GraphModule:
     for node in collectives:
         group = (COLLECTIVE_KINDS[node.target], node.meta["backward"])
         largest[group] = max(largest.get(group, 0), int(node.meta["bytes"]))
+    output = graph.output_node()
     buckets: list[_Bucket] = []
     open_buckets: dict[tuple[Any, ...], _Bucket] = {}
     for node in collectives:
         kind, backward = COLLECTIVE_KINDS[node.target], node.meta["backward"]
-        limit = largest[kind, backward]
-        if int(node.meta["bytes"]) > min(SMALL_BYTES, limit // 2):
-            continue
         early = kind == "all_gather" and layout_before(node) is not None
-        key = (node.target, node.args[1:], node.meta["val"].dtype, backward, early)
+        late = kind != "all_gather" and set(_readers(wait_of(node))) == {output}
+        limit = BUCKET_BYTES if early or late else largest[kind, backward]
+        if int(node.meta["bytes"]) > (limit // 2 if early or late else min(limit // 2, SMALL_BYTES)):
+            continue
+        key = (node.target, node.args[1:], node.meta["val"].dtype, backward, early, late)
         bucket = open_buckets.get(key)
-        if bucket is None or not bucket.takes(node, order, limit):
-            bucket = open_buckets[key] = _Bucket(early)
+        if bucket is None or not bucket.takes(node, order):
+            is_first = bucket is None and (early or late)
+            bucket = open_buckets[key] = _Bucket(early, min(limit, FIRST_BUCKET_BYTES) if is_first else limit)
             buckets.append(bucket)
         bucket.add(node, order)
     for bucket in buckets:
@@ -68,26 +78,40 @@ class _Bucket:
     """Collectives to be merged, in program order.
 
     Attributes:
-        early: whether they start where the first of them stood, or else where the last did.
+        early: whether they start where the first of them stood, or else as late as possible.
+        limit: how many bytes it may hold.
         members: the collectives.
         num_bytes: of all.
-        first_read: position of the first reader of any result.
+        reader: the first reader of any result.
     """
 
     early: bool
+    limit: int
     members: list[fx.Node] = field(default_factory=list)
     num_bytes: int = 0
-    first_read: float = math.inf
+    reader: fx.Node | None = None
 
-    def takes(self, node: fx.Node, order: dict[fx.Node, int], limit: int) -> bool:
-        """Whether `node` may join: the buffer stays small, and nobody has read a result before it starts."""
-        fits = self.num_bytes + int(node.meta["bytes"]) <= limit
-        return fits and (self.early or order[node] < self.first_read)
+    def takes(self, node: fx.Node, order: dict[fx.Node, int]) -> bool:
+        """Whether `node` may join: the buffer stays small, and nobody has read a result before it could start."""
+        if self.num_bytes + int(node.meta["bytes"]) > self.limit:
+            return False
+        if self.early or self.reader is None or order[node] < order[self.reader]:
+            return True
+        computes = not self.reader.meta.get("layout") and self.reader.target not in COLLECTIVE_KINDS
+        return computes and all(order[value] < order[self.reader] for value in node.all_input_nodes)
 
     def add(self, node: fx.Node, order: dict[fx.Node, int]) -> None:
         self.members.append(node)
         self.num_bytes += int(node.meta["bytes"])
-        self.first_read = min([self.first_read, *(order[u] for u in _readers(wait_of(node)))])
+        readers = [*_readers(wait_of(node)), *([self.reader] if self.reader else [])]
+        self.reader = min(readers, key=order.__getitem__, default=None)
+
+    def place(self, order: dict[fx.Node, int]) -> fx.Node:
+        """The node before which the merged collective starts."""
+        first, last = self.members[0], self.members[-1]
+        if self.early:
+            return first
+        return last if self.reader is None else min(last, self.reader, key=order.__getitem__)
 
 
 def wait_of(collective: fx.Node) -> fx.Node:
@@ -134,8 +158,7 @@ def layout_before(collective: fx.Node) -> set[fx.Node] | None:
 
 
 def _merge(graph: fx.Graph, bucket: _Bucket, order: dict[fx.Node, int]) -> None:
-    first, last = bucket.members[0], bucket.members[-1]
-    place = first if bucket.early else last
+    place = bucket.place(order)
     if bucket.early:
         for node in sorted(set().union(*(layout_before(member) or () for member in bucket.members[1:]))):
             place.prepend(node)

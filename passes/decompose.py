@@ -2,8 +2,7 @@
 
 Changes rounding.  A softmax over a cut vocabulary becomes a maximum, a sum and pointwise ops, each of which can be cut
 (this is Megatron-LM's vocabulary-parallel cross entropy); a product with a bias, contracted over a cut factor, becomes
-a
-product and a sum, so that the bias is added once.  Ops that the plan leaves whole stay fused.
+one without and a sum, so that the bias is added once.  Ops that the plan leaves whole stay fused.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import fx
 from autopar._compat import LazyGraphModule
 from autopar.factors import Factor, FactorAnalysis, ranked
 from autopar.graph import JointGraph, copy_node
+from autopar.passes.one_hot import sum_of_one_hot
 from autopar.plan import Plan
 from autopar.rules import Call
 from autopar.writer import Writer
@@ -47,7 +47,27 @@ def _shifted(call: Call, write: Writer) -> tuple[fx.Node, fx.Node, list[int]]:
 def _log_softmax(call: Call, write: Writer) -> fx.Node:
     shifted, exponential, dims = _shifted(call, write)
     total = write(aten.sum.dim_IntList, exponential, dims, True)
-    return write(aten.sub.Tensor, shifted, write(aten.log.default, total))
+    pick = _first_pick(write.node, dims[0], total)
+    if pick is None:
+        return write(aten.sub.Tensor, shifted, write(aten.log.default, total))
+    # One number of each row is picked before the sum is used, so that both sums over a cut dim can travel together.
+    with pick.graph.inserting_before(pick):
+        picked = write(aten.gather.default, shifted, *pick.args[1:])
+        log = write(aten.log.default, total)
+        result = write(aten.sub.Tensor, shifted, log)
+        pick.replace_all_uses_with(write(aten.sub.Tensor, picked, log))
+    pick.graph.erase_node(pick)
+    return result
+
+
+def _first_pick(node: fx.Node, dim: int, total: fx.Node) -> fx.Node | None:
+    """The first reader of `node`, if it takes one number along `dim` from each place where `total` has one."""
+    first = min(node.users, default=node)
+    if first.target is not aten.gather.default or first.meta["backward"] != node.meta["backward"]:
+        return None
+    source, along, index = first.args
+    picks = source is node and (along - dim) % node.meta["val"].ndim == 0  # type: ignore[operator]
+    return first if picks and index.meta["val"].shape == total.meta["val"].shape else None  # type: ignore[union-attr]
 
 
 def _softmax(call: Call, write: Writer) -> fx.Node:
@@ -56,7 +76,8 @@ def _softmax(call: Call, write: Writer) -> fx.Node:
 
 
 def _log_softmax_backward(call: Call, write: Writer) -> fx.Node:
-    total = write(aten.sum.dim_IntList, call["grad_output"], [int(call["dim"])], True)
+    gradient, dim = call["grad_output"], int(call["dim"])
+    total = sum_of_one_hot(gradient, dim, write) or write(aten.sum.dim_IntList, gradient, [dim], True)
     spread = write(aten.mul.Tensor, write(aten.exp.default, call["output"]), total)
     return _as_input(call, write(aten.sub.Tensor, call["grad_output"], spread), write)
 

@@ -23,6 +23,7 @@ from autopar.errors import PlanError
 from autopar.factors import FactorAnalysis, analyse
 from autopar.graph import InputKind, OutputKind, describe_value
 from autopar.mesh import Mesh
+from autopar.passes import coalesce
 from autopar.passes.decompose import DECOMPOSITIONS, Writer
 from autopar.passes.lower import is_uneven
 from autopar.passes.pipeline import rewrite
@@ -222,12 +223,20 @@ def in_block(program: LocalProgram, backward: bool) -> list[list[Collective]]:
 PARAM_BYTES = 4 * 16 * 16 * 8
 
 
+@pytest.fixture
+def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send gradients as large as those of a large model, so each by itself."""
+    monkeypatch.setattr(coalesce, "BUCKET_BYTES", 0)
+
+
+@pytest.mark.usefixtures("_one_by_one")
 def test_ddp_moves_twice_the_parameters(deep: Subject) -> None:
     program = program_of(deep, "ddp", 4)
     assert kinds(program.collectives()) == {"all_reduce": 4}
     assert num_bytes_by_ring(program.collectives(), program.mesh) == 2 * 3 / 4 * PARAM_BYTES
 
 
+@pytest.mark.usefixtures("_one_by_one")
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_zero_1_and_2_move_twice_the_parameters(deep: Subject, strategy: str) -> None:
     program = program_of(deep, strategy, 4)
@@ -236,6 +245,7 @@ def test_zero_1_and_2_move_twice_the_parameters(deep: Subject, strategy: str) ->
     assert num_bytes_by_ring(program.collectives(), program.mesh) == 2 * 3 / 4 * PARAM_BYTES
 
 
+@pytest.mark.usefixtures("_one_by_one")
 def test_zero_3_moves_up_to_three_times_the_parameters(deep: Subject) -> None:
     program = program_of(deep, "zero3", 4)
     assert kinds(c for c in program.collectives() if not c.backward) == {"all_gather": 4}
@@ -259,6 +269,7 @@ def test_zero_3_saves_no_gathered_parameter_and_zero_2_does(deep: Subject) -> No
     assert saved_matrices("zero2") == 3
 
 
+@pytest.mark.usefixtures("_one_by_one")
 def test_zero_1_reduces_after_all_computing_and_zero_2_as_gradients_arise(deep: Subject) -> None:
     def places(strategy: str) -> tuple[list[int], int]:
         backward = program_of(deep, strategy, 4).backward
@@ -282,11 +293,26 @@ def test_small_parameters_travel_together(gpt: Subject, strategy: str) -> None:
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         sent = [c for c in program.collectives() if c.kind == kind and c.backward]
         assert len(sent) < len(params) / 2
-        assert all(c.num_bytes <= largest for c in sent)
+        assert all(c.num_bytes <= max(largest, coalesce.BUCKET_BYTES) for c in sent)
     reduced = [c for c in program.collectives() if c.backward and c.kind != "all_gather"]
     assert sum(c.num_bytes for c in reduced) == sum(params.values())
 
 
+@pytest.mark.parametrize(
+    ("first", "later", "expected"),
+    [(1, 1, [1, 1, 1, 1]), (2, 2, [2, 2]), (1, 2, [1, 2, 1]), (2, 4, [2, 2]), (1, 4, [1, 3]), (8, 8, [4])],
+)
+def test_gradients_fill_buckets(
+    deep: Subject, monkeypatch: pytest.MonkeyPatch, first: int, later: int, expected: list[int]
+) -> None:
+    matrix = PARAM_BYTES // 4
+    monkeypatch.setattr(coalesce, "FIRST_BUCKET_BYTES", first * matrix)
+    monkeypatch.setattr(coalesce, "BUCKET_BYTES", later * matrix)
+    sent = program_of(deep, "ddp", 4).collectives()
+    assert [c.num_bytes for c in sent] == [n * matrix for n in expected]
+
+
+@pytest.mark.usefixtures("_one_by_one")
 def test_hsdp_gathers_inside_and_reduces_across(deep: Subject) -> None:
     found = Counter((c.kind, c.axis) for c in program_of(deep, "hsdp", 2, 2).collectives())
     assert found == {("all_gather", "fsdp"): 6, ("reduce_scatter", "fsdp"): 4, ("all_reduce", "dp"): 4}
@@ -299,6 +325,14 @@ def test_megatron_has_two_all_reduces_a_block_and_pass(gpt: Subject, num_ranks: 
         for block in in_block(program, backward):
             assert [(c.kind, c.num_bytes) for c in block] == [("all_reduce", ACTIVATION_BYTES)] * 2
     assert {c.axis for c in program.collectives()} == {"tp"}
+
+
+def test_the_loss_is_summed_over_the_vocabulary_twice(gpt: Subject) -> None:
+    program = program_of(gpt, "tp", 4)
+    tokens = ROWS * SEQ * 8
+    small = [c for c in program.collectives() if c.kind == "all_reduce" and c.num_bytes < ACTIVATION_BYTES]
+    # The maximum; the sum of exponentials with the target's logit.  What the gradient sums to is known.
+    assert [(c.num_bytes, c.backward) for c in small] == [(tokens, False), (2 * tokens, False)]
 
 
 def test_megatron_cuts_heads_ffn_and_vocabulary(gpt: Subject) -> None:
@@ -328,8 +362,8 @@ def test_sequence_parallelism_has_the_same_bytes_in_gathers_and_scatters(gpt: Su
     plan = gpt.plan("tp+sp", 4)
     whole = [n for path, n in gpt.joint.param_nodes().items() if not any(map(is_sharded, plan.storage[path].sharding))]
     num_bytes = sum(n.meta["val"].numel() * 8 for n in whole)
-    # The table of positions is not cut either; the loss adds a sum for each token.
-    assert sum(c.num_bytes for c in small) == num_bytes + ROWS * SEQ * 8
+    # The table of positions is not cut either.
+    assert sum(c.num_bytes for c in small) == num_bytes
     assert len(small) < len(whole) / 2
 
 
