@@ -25,8 +25,9 @@ from autopar.plan import Plan
 from autopar.runtime.execution import CompiledStep
 from autopar.runtime.module import ParallelModule
 from autopar.signature import flatten_inputs
+from autopar.single_device import Float64Throughout, in_float64
 from autopar.strategies import canonical_name
-from autopar.verification import Float64Throughout, VerifyReport, check_batch, compare, in_float64
+from autopar.verification import VerifyReport, check_batch, compare
 
 MeshLike = DeviceMesh | int | str | Sequence[int]
 
@@ -118,6 +119,7 @@ def verify(
     mesh: int | str | Sequence[int] | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     precision: str | None = None,
+    num_steps: int = 0,
 ) -> VerifyReport:
     """Run all ranks of the rewritten program in this process, in float64, and compare with the single device.
 
@@ -132,6 +134,7 @@ def verify(
         example_inputs: the *global* batch, in a form that `parallelize` takes.
         mesh: shape of the mesh, for a strategy's name.
         batch_dims, precision: as in `parallelize`.
+        num_steps: compare everything again after so many steps of AdamW, parameters too.
 
     Returns:
         Loss, outputs, every gradient and every buffer compared; `report.ok` and the largest difference.
@@ -142,6 +145,8 @@ def verify(
     """
     if not isinstance(plan, (str, Plan)):
         raise InputError(f"verify takes a plan or a strategy's name, got {plan!r}")
+    if num_steps < 0:
+        raise InputError(f"num_steps={num_steps}: give 0 or more steps of the optimizer")
     if isinstance(plan, str) and mesh is None:
         raise InputError(f'verify needs the mesh to make a {plan!r} plan for, such as mesh=4 or mesh="2x2"')
     if isinstance(plan, Plan) and mesh is not None and math.prod(parse_shape(mesh)) != plan.mesh.num_ranks:
@@ -165,7 +170,7 @@ def verify(
     program = compiler.compile(joint, made)
     if mixed:
         joint, program = lift_joint(joint), lift_program(program)
-    return compare(joint, program, made, copied, args, kwargs)
+    return compare(joint, program, made, copied, args, kwargs, num_steps)
 
 
 def check_module(model: object) -> None:
