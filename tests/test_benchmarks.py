@@ -18,7 +18,9 @@ from autopar.errors import TraceError, VerificationError
 from benchmarks import auto_steps, compare_steps, planner, step, zoo
 
 ROOT = Path(__file__).resolve().parents[1]
-ROW = ["model", "strategy", "mesh", "ok", "refused", "max_rel_err", "sharded_flops_fraction", "error", "seconds", "steps"]
+ROW = [
+    "model", "strategy", "mesh", "ok", "refused", "max_rel_err", "sharded_flops_fraction", "error", "seconds", "steps",
+]  # fmt: skip
 LINE = {
     "tag", "strategy", "shape", "config", "world", "ranks_per_host", "params", "inter_bps", "intra_bps", "steps",
     "median_s", "min_s", "mean_s", "times", "cpu_s_per_step_all_ranks", "losses", "rss_delta_mb_max",
