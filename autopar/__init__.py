@@ -8,7 +8,7 @@ plan = autopar.plan(model, "2x8 H100-80GB", example_inputs=batch)   # the same p
 
 # `autopar.plan` is the function; `from autopar.plan import Plan` still finds the module of that name.
 
-from autopar.api import parallelize, verify
+from autopar.api import parallelize
 from autopar.errors import (
     AutoparError,
     BatchError,
@@ -25,6 +25,7 @@ from autopar.frontier import Pareto
 from autopar.offline import pareto, plan
 from autopar.plan import Plan, break_even
 from autopar.plan_file import load_plan, save_plan
+from autopar.rehearsal import verify
 from autopar.rules import register_sharding_rule
 from autopar.runtime.module import ParallelModule
 from autopar.verification import VerifyReport

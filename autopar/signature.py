@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from autopar._compat import TreeSpec, tree_flatten_with_path, tree_unflatten
 from autopar.errors import InputError
@@ -123,6 +124,32 @@ def flatten_inputs(
     """
     signature, tensors = call_signature(args, kwargs)
     return list(zip(signature.paths, tensors, strict=True)), signature.key
+
+
+def check_module(model: object) -> None:
+    """Raise an `InputError` for what is no module, such as a class."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model must be an nn.Module instance, got {model!r}")
+
+
+def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Read example inputs as positional and keyword arguments.
+
+    Raises:
+        InputError: if they are neither a tensor, a tuple or list, nor a mapping.
+    """
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        values = tuple(example_inputs)
+        if len(values) == 2 and isinstance(values[0], (tuple, list)) and isinstance(values[1], Mapping):
+            return tuple(values[0]), dict(values[1])
+        return values, {}
+    raise InputError(
+        f"example_inputs must be a tensor, a tuple, a dict or (args, kwargs), not {type(example_inputs).__name__}"
+    )
 
 
 def find_batch_dims(

@@ -36,6 +36,7 @@ class VerifyReport:
         errors: every compared tensor's difference.
         plan: the plan that was verified.
         sharded_flops_fraction: share of the matrix FLOPs that is divided over ranks rather than repeated.
+        note: where and on what the comparison was made, if not on all that was given.
     """
 
     ok: bool
@@ -44,10 +45,12 @@ class VerifyReport:
     errors: Mapping[str, float]
     plan: Plan
     sharded_flops_fraction: float
+    note: str = ""
 
     def __str__(self) -> str:
         word = "equal" if self.ok else "DIFFERENT"
-        return f"{word}: {len(self.errors)} tensors, largest relative error {self.max_rel_err:.2e} in {self.worst}"
+        text = f"{word}: {len(self.errors)} tensors, largest relative error {self.max_rel_err:.2e} in {self.worst}"
+        return f"{text}, {self.note}" if self.note else text
 
 
 NOISE = 1e-6

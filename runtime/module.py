@@ -32,6 +32,10 @@ must not communicate."""
 Decide = Callable[[tuple[Any, ...], dict[str, Any]], Plan]
 """`decide(args, kwargs)`: makes the plan from this rank's example inputs.  Called on rank 0 only."""
 
+Rehearse = Callable[[tuple[Any, ...], dict[str, Any], Plan], Any]
+"""`rehearse(args, kwargs, plan)`: tries a new plan and raises, on every rank, if it is wrong; returns a report.  Called
+on every rank."""
+
 Flatten = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Sequence[tuple[str, Tensor]], Hashable]]
 """`flatten(args, kwargs)`: the tensors of a call with their paths, and a key that covers everything else in it."""
 
@@ -70,6 +74,7 @@ class ParallelModule(nn.Module):
         compile: Compile,  # noqa: A002 (the word for what it does)
         flatten: Flatten,
         decide: Decide | None = None,
+        rehearse: Rehearse | None = None,
         control: ControlGroup | None = None,
         max_specialisations: int = MAX_SPECIALISATIONS,
     ) -> None:
@@ -80,7 +85,7 @@ class ParallelModule(nn.Module):
             device_mesh: a mesh of all ranks of the job.
             plan: what was decided; without one, parameters become DTensors now, move later, and `decide` is asked
                 when the first call shows the shapes.
-            compile, decide, flatten: the stages above the runtime, given by the facade.
+            compile, decide, flatten, rehearse: the stages above the runtime, given by the facade.
             control: the ranks' way to agree; made here if it is not given.
             max_specialisations: how many programs to keep.
 
@@ -95,6 +100,8 @@ class ParallelModule(nn.Module):
         state["_parameters"], state["_buffers"], state["_modules"] = model._parameters, model._buffers, model._modules
         self.training = model.training
         self._compile_step, self._decide, self._flatten = compile, decide, flatten
+        self._rehearse = rehearse
+        self._report: Any = None
         self._max_specialisations = max_specialisations
         self._user_mesh, self._control = device_mesh, control or ControlGroup()
         _check_covers(device_mesh)
@@ -117,6 +124,11 @@ class ParallelModule(nn.Module):
         if self._plan is None:
             raise PlanError("not planned yet: planning waits for the first call; pass example_inputs to plan at once")
         return self._plan
+
+    @property
+    def verify_report(self) -> Any:
+        """What `parallelize(..., verify=True)` found; None without it, or before the first plan."""
+        return self._report
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -259,6 +271,8 @@ class ParallelModule(nn.Module):
             decide = self._decide
             assert decide is not None
             plan = control.on_first_rank("planning", lambda: decide(args, kwargs))
+            if self._rehearse is not None:
+                self._report = self._rehearse(args, kwargs, plan)
         final_plan = plan
         compiled = control.on_every_rank("compiling", lambda: self._compile_step(args, kwargs, call.trains, final_plan))
         fingerprints = control.gather(compiled.program.fingerprint())
