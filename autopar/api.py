@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -83,6 +84,12 @@ def parallelize(
         VerificationError: with `verify`, if the numbers differ.
     """
     check_module(model)
+    if getattr(model, "is_gradient_checkpointing", False):
+        warnings.warn(
+            "the model has gradient checkpointing switched on, which has no effect: the plan says what is computed "
+            "again (plan.recompute), as the budget mem_gb demands",
+            stacklevel=2,
+        )
     if not isinstance(strategy, Plan) and strategy != AUTO:
         strategy = canonical_name(strategy)
     device_mesh = _live_mesh(model, mesh)

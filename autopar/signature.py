@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopar._compat import TreeSpec, tree_flatten_with_path, tree_unflatten
-from autopar.errors import InputError
+from autopar.errors import BatchError, InputError
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,7 @@ def find_batch_dims(
 
     Raises:
         InputError: if the overrides are no mapping, or one names no tensor of the call or a dim that the tensor lacks.
+        BatchError: if the batch has no rows.
     """
     if overrides is not None and not isinstance(overrides, Mapping):
         raise InputError(f"batch_dims must be a dict of input path -> dim or None, got {overrides!r}")
@@ -191,6 +192,12 @@ def find_batch_dims(
             )
         else:
             batch_dims[path] = dim % ndim
+    for path, dim in batch_dims.items():
+        if shapes[path][dim] == 0:
+            raise BatchError(
+                f"the batch is empty: dim {dim} of input {path!r}, of shape {list(shapes[path])}, has no rows; leave "
+                "such a batch out, on every rank"
+            )
     return batch_dims
 
 
