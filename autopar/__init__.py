@@ -9,9 +9,11 @@ plan = autopar.plan(model, "2x8 H100-80GB", example_inputs=batch)   # the same p
 # `autopar.plan` is the function; `from autopar.plan import Plan` still finds the module of that name.
 
 from autopar.api import parallelize
+from autopar.checkpoint import load_checkpoint, save_checkpoint
 from autopar.errors import (
     AutoparError,
     BatchError,
+    CheckpointError,
     InfeasibleBudgetError,
     InputError,
     MeshError,
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoparError",
     "BatchError",
+    "CheckpointError",
     "InfeasibleBudgetError",
     "InputError",
     "MeshError",
@@ -48,11 +51,13 @@ __all__ = [
     "VerificationError",
     "VerifyReport",
     "break_even",
+    "load_checkpoint",
     "load_plan",
     "parallelize",
     "pareto",
     "plan",
     "register_sharding_rule",
+    "save_checkpoint",
     "save_plan",
     "verify",
 ]

@@ -51,5 +51,9 @@ class VerificationError(AutoparError, ArithmeticError):
     """The rewritten program's numbers differ from the single device's."""
 
 
+class CheckpointError(AutoparError, RuntimeError):
+    """A checkpoint cannot be written or read, is damaged, or is of another model."""
+
+
 class StaleModelError(AutoparError, RuntimeError):
     """Model, plan or ranks changed after planning and no longer match the compiled program."""

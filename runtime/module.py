@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import BatchError, InputError, MeshError, PlanError, StaleModelError
 from autopar.graph import describe_value
 from autopar.mesh import Mesh
+from autopar.placement import Sharding
 from autopar.plan import Plan
 from autopar.runtime.accumulation import Accumulation
 from autopar.runtime.buffers import Buffers
@@ -131,6 +132,25 @@ class ParallelModule(nn.Module):
     def verify_report(self) -> Any:
         """What `parallelize(..., verify=True)` found; None without it, or before the first plan."""
         return self._report
+
+    @property
+    def control(self) -> ControlGroup:
+        """How the ranks agree."""
+        return self._control
+
+    @property
+    def random_state(self) -> tuple[int, int]:
+        """What the next call's random numbers depend on: the seed, and how many calls there were.  Settable, on every
+        rank alike, which is how a run is continued."""
+        return self._base_seed, self._num_forwards
+
+    @random_state.setter
+    def random_state(self, state: tuple[int, int]) -> None:
+        self._base_seed, self._num_forwards = state
+
+    def placed(self, name: str) -> tuple[Sharding, Layout]:
+        """How a parameter rests now, in the terms of its mesh."""
+        return self._sharded.shardings[name], self._layout
 
     @property
     def device_mesh(self) -> DeviceMesh:
