@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
@@ -68,6 +69,7 @@ __all__ = [
     "TreeSpec",
     "allocator_events",
     "around_calls",
+    "as_captured",
     "below_autograd",
     "broadcast_coalesced",
     "capture_joint",
@@ -76,8 +78,10 @@ __all__ = [
     "dtensor_like",
     "fake_process_group",
     "fsdp_memory_peaks",
+    "is_custom_function",
     "is_value_read",
     "new_fake_mode",
+    "sequence_number",
     "shares_storage",
     "storage_id",
     "tree_flatten",
@@ -108,16 +112,26 @@ def capture_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...], mode: Fak
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # takes seconds to import
 
-    with (
-        contextlib.ExitStack() as stack,
-        tracing(TracingContext(mode)),
-        _compiling_state_context(),
-        fx.traceback.preserve_node_meta(),
-        _direct_checkpoint(),
-        _quiet_fake_tensors(),
-    ):
+    with contextlib.ExitStack() as stack, as_captured(mode), fx.traceback.preserve_node_meta():
         joint = aot_export_joint_with_descriptors(stack, module, inputs, {}, ignore_shape_env=True)
         return joint.graph_module
+
+
+@contextlib.contextmanager
+def as_captured(mode: FakeTensorMode) -> Iterator[None]:
+    """A context in which a model's code takes the ways that it takes in `capture_joint`."""
+    with tracing(TracingContext(mode)), _compiling_state_context(), _direct_checkpoint(), _quiet_fake_tensors():
+        yield
+
+
+def sequence_number() -> int:
+    """The number that autograd gives to the next node that this thread makes."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def is_custom_function(node: Any) -> bool:
+    """Whether a node of autograd's graph belongs to a `torch.autograd.Function` of the user's."""
+    return isinstance(node, BackwardCFunction)
 
 
 def is_value_read(error: BaseException) -> bool:
