@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
@@ -90,6 +90,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "values_of",
 ]
 
 
@@ -122,6 +123,12 @@ def as_captured(mode: FakeTensorMode) -> Iterator[None]:
     """A context in which a model's code takes the ways that it takes in `capture_joint`."""
     with tracing(TracingContext(mode)), _compiling_state_context(), _direct_checkpoint(), _quiet_fake_tensors():
         yield
+
+
+def values_of(tensor: torch.Tensor) -> Any:
+    """A real tensor's values as numbers in lists, read outside of all dispatch modes."""
+    with _disable_current_modes():
+        return tensor.tolist()
 
 
 def sequence_number() -> int:

@@ -23,6 +23,7 @@ from autopar._compat import (
     as_captured,
     is_custom_function,
     sequence_number,
+    values_of,
 )
 from autopar.flat_module import FlatModule
 from autopar.graph import GraphOutput
@@ -179,7 +180,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return found
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or tensor.numel() > _MAX_CONSTANT:
             return ("unknown", id(tensor))
-        return ("constant", tensor.dtype, tuple(tensor.shape), repr(tensor.tolist()))
+        return ("constant", tensor.dtype, tuple(tensor.shape), repr(values_of(tensor)))
 
     def number(self, kind: Hashable) -> int:
         """The number that stands for a value."""
