@@ -97,7 +97,7 @@ def record_call(
     record = recorder.record
     record.outputs = {spec: (recorder.token(t), t.requires_grad) for spec, t in zip(flat.outputs, results, strict=True)}
     nodes = _autograd_nodes([t.grad_fn for t in results if t.grad_fn is not None])
-    record.grads = [(at, recorder.number(kind)) for at, kind in nodes]
+    record.grads = [(at, recorder.number(kind)) for at, kind in nodes if at >= recorder.begin]
     return record
 
 
@@ -147,6 +147,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._blocks = set(blocks)
         self._within: dict[str, list[str]] = {}
         self._path: str | None = None
+        self.begin = 0  # the sequence number where the model's own code begins
         self._tokens: dict[int, Token] = {}
         self._alive: list[torch.Tensor] = []  # so that no two tensors have one id
 
@@ -155,6 +156,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Surrounds each call of the module at `path`."""
         if self._path is None:
             assert self.flat is not None
+            self.begin = sequence_number()
             held = self.flat.held
             self._tokens = {id(t): spec for spec, t in held.items()}
             self._alive += held.values()

@@ -33,6 +33,7 @@ from autopar.signature import (
     flatten_inputs,
 )
 from autopar.trace_errors import trace_error
+from autopar.unfold import check_unfolds
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -92,11 +93,9 @@ def trace(
     with annotate_modules(model), cast_inputs(model, used):
         whole = ModelState(model)
         call = _Call(model, signature, used, tensors, shapes, _target_device(whole, device), train, dims, dtype)
-        if fold and (runs := call.runs(whole)):
-            folded = call.folded(runs)
-            if folded is not None:
-                return folded
-        return call.joint(whole)
+        runs = call.runs(whole) if fold else ()
+        folded = call.folded(runs) if runs else None
+        return folded or call.joint(whole)
 
 
 @dataclass
@@ -177,10 +176,15 @@ class _Call:
         return runs if is_unmoved(everything, part, runs) else ()
 
     def folded(self, runs: tuple[Run, ...]) -> JointGraph | None:
-        """The graph with the held units of `runs` alone."""
-        with held_only(self.model, runs):
-            joint = self.joint(ModelState(self.model))
-        joint.runs = runs
+        """The graph with the held units of `runs` alone; None if it would not tell the others' nodes."""
+        try:
+            with held_only(self.model, runs):
+                joint = self.joint(ModelState(self.model))
+            joint.runs = runs
+            check_unfolds(joint)
+        except TraceError as error:
+            _LOGGER.debug("not folded: %s", error)
+            return None
         return joint
 
 

@@ -53,6 +53,16 @@ def unfold(joint: JointGraph) -> JointGraph:
     return replace(joint, module=module, inputs=inputs, outputs=outputs, tied=tied, runs=(), derived={})
 
 
+def check_unfolds(joint: JointGraph) -> None:
+    """That `unfold` can be called of a graph.
+
+    Raises:
+        FoldError: if not.
+    """
+    for run in joint.runs:
+        _Correspondence(joint, run)
+
+
 # ------------------------------------------------------------------------------------------------------- names
 
 

@@ -30,27 +30,23 @@ DECODER = {
     "vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 16,
 }  # fmt: skip
-NO_DROPOUT = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
-
-
-def gpt2(layers: int = 7, **fields: Any) -> nn.Module:
-    sizes = {"vocab_size": VOCAB, "n_embd": 8, "n_head": 2, "n_positions": 16}
-    return hugging_face("GPT2LMHeadModel", "GPT2Config", **sizes, n_layer=layers, **{**NO_DROPOUT, **fields})
 
 
 def gpt2_dropout() -> nn.Module:
-    return gpt2(attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3)
+    sizes = {"vocab_size": VOCAB, "n_embd": 8, "n_head": 2, "n_positions": 16}
+    rates = {"attn_pdrop": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.3}
+    return hugging_face("GPT2LMHeadModel", "GPT2Config", **sizes, **rates, n_layer=7)
 
 
-def llama(layers: int = 8) -> nn.Module:
-    return hugging_face("LlamaForCausalLM", "LlamaConfig", **DECODER, num_hidden_layers=layers)
+def llama() -> nn.Module:
+    return hugging_face("LlamaForCausalLM", "LlamaConfig", **DECODER, num_hidden_layers=8)
 
 
 def gemma3() -> nn.Module:
-    """Two local layers, one global one, and so on; ends within a period."""
-    kinds = (["sliding_attention"] * 2 + ["full_attention"]) * 7
+    """A local layer, a global one, and so on; ends within a period."""
+    kinds = ["sliding_attention", "full_attention"] * 6
     return hugging_face(
-        "Gemma3ForCausalLM", "Gemma3TextConfig", **DECODER, num_hidden_layers=20, layer_types=kinds[:20],
+        "Gemma3ForCausalLM", "Gemma3TextConfig", **DECODER, num_hidden_layers=11, layer_types=kinds[:11],
         head_dim=4, sliding_window=3,
     )  # fmt: skip
 
@@ -69,17 +65,8 @@ def mixtral() -> nn.Module:
 def alternating_experts() -> nn.Module:
     """Every other layer has experts."""
     return hugging_face(
-        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **DECODER, num_hidden_layers=12, head_dim=4, num_experts=3,
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **DECODER, num_hidden_layers=10, head_dim=4, num_experts=3,
         num_experts_per_tok=2, moe_intermediate_size=4, decoder_sparse_step=2, mlp_only_layers=[],
-        experts_implementation="batched_mm",
-    )  # fmt: skip
-
-
-def dense_then_experts() -> nn.Module:
-    """Six dense layers, then six with experts: two runs."""
-    return hugging_face(
-        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **DECODER, num_hidden_layers=12, head_dim=4, num_experts=3,
-        num_experts_per_tok=2, moe_intermediate_size=4, decoder_sparse_step=1, mlp_only_layers=[0, 1, 2, 3, 4, 5],
         experts_implementation="batched_mm",
     )  # fmt: skip
 
@@ -87,8 +74,8 @@ def dense_then_experts() -> nn.Module:
 def t5() -> nn.Module:
     """Two stacks; all layers of one share the position bias that its first layer makes."""
     return hugging_face(
-        "T5ForConditionalGeneration", "T5Config", vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=12, num_layers=7,
-        num_decoder_layers=8, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0,
+        "T5ForConditionalGeneration", "T5Config", vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=12, num_layers=6,
+        num_decoder_layers=7, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0,
     )  # fmt: skip
 
 
@@ -139,6 +126,11 @@ class Residuals(nn.Module):
 
 def scaled_by_layer() -> nn.Module:
     return Residuals(*(Residual(scale=1 / (i + 1)) for i in range(8)))
+
+
+def two_kinds() -> nn.Module:
+    """Seven blocks of a kind, then six of another: two runs."""
+    return Residuals(*(Residual() for _ in range(7)), *(Residual(scale=0.5) for _ in range(6)))
 
 
 def frozen_half() -> nn.Module:
@@ -214,17 +206,35 @@ class Scale(torch.autograd.Function):
 
 
 class ScalesGradient(Residual):
+    """What it computes does not depend on `factor`; its gradient does."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(Scale.apply(x, self.scale))
+        return super().forward(Scale.apply(x, self.factor))
 
 
-def scales_gradients(*scales: float) -> nn.Module:
-    blocks = [ScalesGradient() for _ in scales]
-    model = Residuals(*blocks)
-    for block, scale in zip(blocks, scales, strict=True):
-        block.register_buffer("unused", torch.zeros(2))
-        block.forward = lambda x, block=block, scale=scale: Residual.forward(block, Scale.apply(x, scale))
-    return model
+def scales_gradients(*factors: float) -> nn.Module:
+    return Residuals(*map(ScalesGradient, factors))
+
+
+class HooksGradient(Residual):
+    """Doubles or trebles its gradient by a hook."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(self.hook)
+        return y
+
+
+def double(gradient: Tensor) -> Tensor:
+    return gradient * 2
 
 
 def tokens_call(rows: int = 4) -> Call:
@@ -245,24 +255,24 @@ def tiny_gpt() -> nn.Module:
 
 
 FOLDED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Call], list[tuple[int, int]]]] = {
-    "gpt2": (gpt2, tokens_call, [(7, 1)]),
     "gpt2_dropout": (gpt2_dropout, tokens_call, [(7, 1)]),
     "llama": (llama, tokens_call, [(8, 1)]),
-    "gemma3": (gemma3, tokens_call, [(6, 3)]),
+    "gemma3": (gemma3, tokens_call, [(5, 2)]),
     "qwen3": (qwen3, tokens_call, [(6, 1)]),
     "mixtral": (mixtral, tokens_call, [(6, 1)]),
-    "alternating_experts": (alternating_experts, tokens_call, [(6, 2)]),
-    "dense_then_experts": (dense_then_experts, tokens_call, [(6, 1), (6, 1)]),
-    "t5": (t5, tokens_call, [(6, 1), (7, 1)]),
+    "alternating_experts": (alternating_experts, tokens_call, [(5, 2)]),
+    "t5": (t5, tokens_call, [(5, 1), (6, 1)]),
     "bert": (bert, tokens_call, [(6, 1)]),
     "encoder": (encoder, sequence_call, [(6, 1)]),
     "plain": (plain, rows_call, [(9, 1)]),
     "plain_pairs": (plain_pairs, rows_call, [(6, 2)]),
     "tiny_gpt": (tiny_gpt, lambda: (token_batch(4), {}), [(6, 1)]),
+    "two_kinds": (two_kinds, rows_call, [(7, 1), (6, 1)]),
     "frozen_half": (frozen_half, rows_call, [(6, 1), (6, 1)]),
     "accumulates": (lambda: Accumulates(*(Residual() for _ in range(7))), rows_call, [(7, 1)]),
     "batch_norms": (lambda: Residuals(*(WithNorms() for _ in range(6))), rows_call, [(6, 1)]),
     "scales_gradients": (lambda: scales_gradients(*[0.5] * 6), rows_call, [(6, 1)]),
+    "hooks": (lambda: Residuals(*(HooksGradient(double) for _ in range(6))), rows_call, [(6, 1)]),
 }
 """By name a model, a call of it, and units and blocks in a unit of each of its runs."""
 
@@ -272,6 +282,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Call]]] = {
     "reads_depth": (lambda: ReadsDepth(*(Residual() for _ in range(8))), rows_call),
     "reads_hidden": (lambda: ReadsHidden(*(Residual() for _ in range(8))), rows_call),
     "other_gradients": (lambda: scales_gradients(0.5, 0.4, 0.3, 0.2, 0.1, 0.1), rows_call),
+    "other_hooks": (lambda: Residuals(*(HooksGradient(lambda g, i=i: g * i) for i in range(6))), rows_call),
     "too_few": (lambda: Residuals(*(Residual() for _ in range(4))), rows_call),
 }
 """Models of which nothing can be left out."""

@@ -29,6 +29,17 @@ def test_unfolded_is_the_whole(name: str) -> None:
     check_equal(unfold(folded), whole)
 
 
+@pytest.mark.parametrize(("name", "train", "dtype"), [("tiny_gpt", True, torch.bfloat16), ("bert", False, None)])
+def test_mixed_precision_and_no_backward(name: str, train: bool, dtype: torch.dtype | None) -> None:
+    """Parameters are cast before the layers run, and gradients after all of them."""
+    build, call, runs = FOLDED[name]
+    model = build().train(train)
+    args, kwargs = call()
+    folded, whole = (trace(model, args, kwargs, train=train, dtype=dtype, fold=fold) for fold in (True, False))
+    assert [(len(run.units), len(run.units[0])) for run in folded.runs] == runs
+    check_equal(unfold(folded), whole)
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_is_not_alike_is_traced_whole(name: str) -> None:
     build, call = WHOLE[name]
