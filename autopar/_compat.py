@@ -75,11 +75,14 @@ __all__ = [
     "capture_joint",
     "core_decompositions",
     "detect_fake_mode",
+    "device_of",
     "dtensor_like",
     "fake_process_group",
     "fsdp_memory_peaks",
     "is_custom_function",
+    "is_plain_fake",
     "is_value_read",
+    "meta_of",
     "new_fake_mode",
     "sequence_number",
     "shares_storage",
@@ -123,6 +126,22 @@ def as_captured(mode: FakeTensorMode) -> Iterator[None]:
     """A context in which a model's code takes the ways that it takes in `capture_joint`."""
     with tracing(TracingContext(mode)), _compiling_state_context(), _direct_checkpoint(), _quiet_fake_tensors():
         yield
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """A tensor's device; of a fake one without the dispatch that asking it takes."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+def is_plain_fake(value: object) -> bool:
+    """Whether a value is a fake tensor of known sizes whose values are unknown."""
+    return isinstance(value, FakeTensor) and value.constant is None and all(type(n) is int for n in value.shape)
+
+
+def meta_of(tensor: FakeTensor) -> torch.Tensor:
+    """A tensor on the meta device of the size, strides and dtype of a fake one."""
+    with _disable_current_modes():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def values_of(tensor: torch.Tensor) -> Any:

@@ -121,12 +121,13 @@ class Compiler:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, local: bool, fold: bool
     ) -> JointGraph:
         ranks = self.cluster.num_ranks if local else 1
-        with self.around_trace():
-            joint = trace(
-                self.model, args, kwargs, num_ranks=ranks, batch_dims=self.batch_dims, train=train,
-                dtype=compute_dtype(self.precision), fold=fold,
-            )  # fmt: skip
-        return replace_random_ops(normalise(joint))
+        with _collector_paused():
+            with self.around_trace():
+                joint = trace(
+                    self.model, args, kwargs, num_ranks=ranks, batch_dims=self.batch_dims, train=train,
+                    dtype=compute_dtype(self.precision), fold=fold,
+                )  # fmt: skip
+            return replace_random_ops(normalise(joint))
 
     def plan(self, joint: JointGraph) -> Plan:
         """The best plan for a traced graph, with its report.

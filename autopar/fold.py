@@ -18,7 +18,7 @@ from torch import nn
 
 from autopar.graph import GraphInput, GraphOutput, OutputKind, Run
 from autopar.model_state import ModelState
-from autopar.records import Record, Token
+from autopar.records import Extent, Record, Token
 
 MIN_UNITS = 5
 """Units that a run has at least: four are held."""
@@ -84,15 +84,12 @@ class _Stack:
 
     def __init__(self, record: Record, blocks: list[str], tensors: dict[str, tuple[object, ...]]) -> None:
         self.record, self.blocks, self.tensors = record, blocks, tensors
-        extents = [record.extents.get(block) for block in blocks]
-        self.extents = [extent for extent in extents if extent is not None]
+        self.extents = _filled(record.extents(blocks), blocks)
         self.grads = [kind for _, kind in record.grads]
         self.grads_at = [at for at, _ in record.grads]
 
     def runs(self) -> list[Run]:
-        """The longest stretches of alike units, none where a block did not run or ran out of turn."""
-        if len(self.extents) < len(self.blocks):
-            return []
+        """The longest stretches of alike units, none where a block ran out of turn."""
         if any(left.end > right.start for left, right in itertools.pairwise(self.extents)):
             return []
         found = []
@@ -180,6 +177,16 @@ class _Shift:
         return self.first_end is not None and at < self.first_end and outside
 
 
+def _filled(extents: dict[str, Extent], blocks: Sequence[str]) -> list[Extent]:
+    """The extents of all blocks, in order; one without ops has an empty one before the next block."""
+    found: list[Extent] = []
+    for block in reversed(blocks):
+        following = found[-1] if found else None
+        nothing = Extent(*[following.start] * 2, *[following.grad_start] * 2) if following else Extent(0, 0, 0, 0)
+        found.append(extents.get(block, nothing))
+    return found[::-1]
+
+
 def _position(token: Token) -> int | None:
     """The position of the op that made what a token stands for, if an op did."""
     return token[0] if isinstance(token, tuple) and isinstance(token[0], int) else None
@@ -250,8 +257,15 @@ class _Gap:
 
 
 def _gap(record: Record, run: Run) -> _Gap:
-    begin, after, last = (record.extents[run.units[i][0]] for i in (2, -2, -1))
+    starts = _starts(record, run)
+    begin, after, last = starts[2], starts[-2], starts[-1]
     return _Gap(range(begin.start, after.start), range(begin.grad_start, after.grad_start), last.start - after.start)
+
+
+def _starts(record: Record, run: Run) -> list[Extent]:
+    """The extent of each unit's first block."""
+    blocks = [block for unit in run.units for block in unit]
+    return _filled(record.extents(blocks), blocks)[:: len(run.units[0])]
 
 
 def _without(gaps: Sequence[_Gap], token: Token, reader: int | None = None) -> Token:
@@ -285,8 +299,7 @@ def _is_absent(spec: GraphOutput, runs: Sequence[Run]) -> bool:
 def _sets_alike(record: Record, run: Run) -> bool:
     """Whether each unit sets the same of its buffers, to what the same of its ops makes."""
     found = []
-    for unit in run.units:
-        start = record.extents[unit[0]].start
+    for unit, start in zip(run.units, (extent.start for extent in _starts(record, run)), strict=True):
         ours = [
             (renamed(spec.path, unit, run.units[0]), token, grad)
             for spec, (token, grad) in record.outputs.items()

@@ -20,11 +20,11 @@ from autopar.captured import has_symbol, joint_graph
 from autopar.errors import AutoparError, InputError, TraceError
 from autopar.flat_module import FlatModule
 from autopar.fold import find_runs, find_stacks, held_only, is_unmoved
-from autopar.graph import JointGraph, Run
+from autopar.graph import JointGraph
 from autopar.model_state import ModelState
 from autopar.ownership import annotate_modules
 from autopar.precision import cast_inputs, used_dtypes
-from autopar.records import Record, record_call
+from autopar.records import KnownResults, Record, record_call
 from autopar.signature import (
     CallSignature,
     OutputTree,
@@ -93,9 +93,7 @@ def trace(
     with annotate_modules(model), cast_inputs(model, used):
         whole = ModelState(model)
         call = _Call(model, signature, used, tensors, shapes, _target_device(whole, device), train, dims, dtype)
-        runs = call.runs(whole) if fold else ()
-        folded = call.folded(runs) if runs else None
-        return folded or call.joint(whole)
+        return (fold and call.folded(whole)) or call.joint(whole)
 
 
 @dataclass
@@ -147,45 +145,34 @@ class _Call:
         with torch.inference_mode(False), torch.set_grad_enabled(self.train):
             yield
 
-    def runs(self, whole: ModelState) -> tuple[Run, ...]:
-        """The runs of alike units of which a part may be left out."""
+    def folded(self, whole: ModelState) -> JointGraph | None:
+        """The graph with only some of each run of alike units; None if there is none that tells the others' nodes."""
         stacks = find_stacks(self.model)
         if not stacks:
-            return ()
-        mode = new_fake_mode()
+            return None
+        known = KnownResults(new_fake_mode())
         numbers: dict[Hashable, int] = {}
-        blocks = [block for members in stacks.values() for block in members]
-
-        def record() -> Record:
-            def make() -> FlatModule:
-                return FlatModule(self.model, ModelState(self.model), self.signature, self.used)
-
-            with self._grad_mode():
-                return record_call(self.model, make, lambda state: self._fakes(state, mode), blocks, numbers, mode)
-
         try:
-            everything = record()
+            everything = self._record(whole, numbers, known)
             runs = find_runs(everything, whole, stacks)
             if not runs:
-                return ()
+                return None
             with held_only(self.model, runs):
-                part = record()
-        except Exception as error:  # noqa: BLE001  (the model's own; the whole trace meets it again, or it does not matter)
-            _LOGGER.debug("not folded: %s", error)
-            return ()
-        return runs if is_unmoved(everything, part, runs) else ()
-
-    def folded(self, runs: tuple[Run, ...]) -> JointGraph | None:
-        """The graph with the held units of `runs` alone; None if it would not tell the others' nodes."""
-        try:
-            with held_only(self.model, runs):
-                joint = self.joint(ModelState(self.model))
+                state = ModelState(self.model)
+                if not is_unmoved(everything, self._record(state, numbers, known), runs):
+                    return None
+                joint = self.joint(state)
             joint.runs = runs
             check_unfolds(joint)
-        except TraceError as error:
+        except Exception as error:  # noqa: BLE001  (the model's own: tracing all of it meets it again, or it is not its)
             _LOGGER.debug("not folded: %s", error)
             return None
         return joint
+
+    def _record(self, state: ModelState, numbers: dict[Hashable, int], known: KnownResults) -> Record:
+        flat = FlatModule(self.model, state, self.signature, self.used)
+        with self._grad_mode():
+            return record_call(flat, self._fakes(state, known.mode), numbers, known)
 
 
 def _target_device(state: ModelState, device: torch.device | str | None) -> torch.device:
