@@ -37,6 +37,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
@@ -116,7 +117,12 @@ def capture_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...], mode: Fak
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # takes seconds to import
 
-    with contextlib.ExitStack() as stack, as_captured(mode), fx.traceback.preserve_node_meta():
+    with (
+        contextlib.ExitStack() as stack,
+        as_captured(mode),
+        fx.traceback.preserve_node_meta(),
+        _use_lazy_graph_module(True),  # graphs on the way are never run
+    ):
         joint = aot_export_joint_with_descriptors(stack, module, inputs, {}, ignore_shape_env=True)
         return joint.graph_module
 

@@ -13,6 +13,7 @@ from autopar._compat import (
     AOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
+    LazyGraphModule,
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
@@ -65,7 +66,7 @@ def joint_graph(captured: fx.GraphModule, flat: FlatModule, batch_dims: Mapping[
     graph.set_codegen(fx.graph.CodeGen())  # plain positional arguments
     graph.lint()
     return JointGraph(
-        module=fx.GraphModule(captured, graph), inputs=inputs, outputs=tuple(outputs), batch_dims=dict(batch_dims),
+        module=LazyGraphModule(captured, graph), inputs=inputs, outputs=tuple(outputs), batch_dims=dict(batch_dims),
         tied=dict(flat.state.tied), trains=trains, output_tree=flat.output_tree,
     )  # fmt: skip
 

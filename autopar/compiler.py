@@ -19,7 +19,7 @@ from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
 from autopar.cost_model.simulate import Simulation, Spent, simulate
 from autopar.cost_model.symbolic import symbolic_cost
 from autopar.describe import describe_params
-from autopar.errors import InfeasibleBudgetError, InputError, MeshError
+from autopar.errors import FoldError, InfeasibleBudgetError, InputError, MeshError
 from autopar.explain import CHOSEN
 from autopar.factors import analyse
 from autopar.graph import JointGraph
@@ -38,7 +38,7 @@ from autopar.show import build_rows, format_bytes, format_time
 from autopar.signature import flatten_inputs
 from autopar.strategies import STRATEGIES
 from autopar.trace import trace
-from autopar.unfold import FoldError, unfold
+from autopar.unfold import unfold
 
 AUTO = "auto"
 

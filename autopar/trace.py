@@ -33,7 +33,7 @@ from autopar.signature import (
     flatten_inputs,
 )
 from autopar.trace_errors import trace_error
-from autopar.unfold import check_unfolds
+from autopar.unfold import check_unfolds, whole_names
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -164,6 +164,10 @@ class _Call:
                 joint = self.joint(state)
             joint.runs = runs
             check_unfolds(joint)
+            inputs, _, tied = whole_names(joint)
+            expected = FlatModule(self.model, whole, self.signature, self.used).inputs
+            if inputs[: len(expected)] != expected or tied != whole.tied:  # a tensor of a unit has a name elsewhere
+                return None
         except Exception as error:  # noqa: BLE001  (the model's own: tracing all of it meets it again, or it is not its)
             _LOGGER.debug("not folded: %s", error)
             return None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.tiny_models import TinyGpt, token_batch
 
@@ -220,6 +221,33 @@ def scales_gradients(*factors: float) -> nn.Module:
     return Residuals(*map(ScalesGradient, factors))
 
 
+class Checkpointed(Residuals):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(*(Residual() for _ in range(6)))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.last(x).sum()
+
+
+def shared_weight() -> nn.Module:
+    """All blocks share the first one's weight."""
+    model = Residuals(*(Residual() for _ in range(7)))
+    for block in model.blocks:
+        block.up.weight = model.blocks[0].up.weight
+    return model
+
+
+def listed_twice() -> nn.Module:
+    """The blocks' parameters have other names, too, before and after."""
+    model = Residuals(*(Residual() for _ in range(6)))
+    model.odd = nn.ModuleList(model.blocks[1::2])
+    return model
+
+
 class HooksGradient(Residual):
     """Doubles or trebles its gradient by a hook."""
 
@@ -272,6 +300,9 @@ FOLDED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Call], list[tuple[
     "accumulates": (lambda: Accumulates(*(Residual() for _ in range(7))), rows_call, [(7, 1)]),
     "batch_norms": (lambda: Residuals(*(WithNorms() for _ in range(6))), rows_call, [(6, 1)]),
     "scales_gradients": (lambda: scales_gradients(*[0.5] * 6), rows_call, [(6, 1)]),
+    "checkpointed": (lambda: Checkpointed(reentrant=False), rows_call, [(6, 1)]),
+    "checkpointed_reentrant": (lambda: Checkpointed(reentrant=True), rows_call, [(6, 1)]),
+    "shared_weight": (shared_weight, rows_call, [(6, 1)]),
     "hooks": (lambda: Residuals(*(HooksGradient(double) for _ in range(6))), rows_call, [(6, 1)]),
 }
 """By name a model, a call of it, and units and blocks in a unit of each of its runs."""
@@ -283,6 +314,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Call]]] = {
     "reads_hidden": (lambda: ReadsHidden(*(Residual() for _ in range(8))), rows_call),
     "other_gradients": (lambda: scales_gradients(0.5, 0.4, 0.3, 0.2, 0.1, 0.1), rows_call),
     "other_hooks": (lambda: Residuals(*(HooksGradient(lambda g, i=i: g * i) for i in range(6))), rows_call),
+    "listed_twice": (listed_twice, rows_call),
     "too_few": (lambda: Residuals(*(Residual() for _ in range(4))), rows_call),
 }
 """Models of which nothing can be left out."""
