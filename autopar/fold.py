@@ -108,13 +108,18 @@ class _Stack:
     def _longest(self, start: int) -> tuple[int, int]:
         """Period and number of the alike units from block `start` on that cover most blocks."""
         best = 1, 1
-        for period in range(1, (len(self.blocks) - start) // MIN_UNITS + 1):
+        rest = len(self.blocks) - start
+        for period in range(1, rest // MIN_UNITS + 1):
+            if period > 1 and best[1] > 1 and period % best[0] == 0:
+                continue  # several of these units in one
             stop = start + period
             while stop < len(self.blocks) and self._alike(stop - period, stop, start, period):
                 stop += 1
             num_units = (stop - start) // period
             if num_units >= MIN_UNITS and period * num_units > best[0] * best[1]:
                 best = period, num_units
+            if stop == len(self.blocks) and num_units >= MIN_UNITS:
+                break
         return best
 
     def _stretch(self, block: int, apart: bool) -> tuple[slice, slice]:
