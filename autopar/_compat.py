@@ -161,6 +161,11 @@ def sequence_number() -> int:
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
+def has_backward_hooks(model: nn.Module) -> bool:
+    """Whether a hook of some module acts on gradients."""
+    return any(module._backward_hooks or module._backward_pre_hooks for module in model.modules())
+
+
 def is_custom_function(node: Any) -> bool:
     """Whether a node of autograd's graph belongs to a `torch.autograd.Function` of the user's."""
     return isinstance(node, BackwardCFunction)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from autopar._compat import has_backward_hooks
 from autopar.graph import GraphInput, GraphOutput, OutputKind, Run
 from autopar.model_state import ModelState
 from autopar.records import Extent, Record, Token
@@ -25,12 +26,16 @@ MIN_UNITS = 5
 
 
 def find_stacks(model: nn.Module) -> dict[str, list[str]]:
-    """Paths of the containers of at least `MIN_UNITS` numbered modules, and of these; the outer containers first."""
+    """Paths of the containers of at least `MIN_UNITS` numbered modules, and of these; the outer containers first.
+
+    Containers in which modules' hooks act on gradients are left out: these are in no record.
+    """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         keys = list(module._modules)
         numbered = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-        if numbered and len(keys) >= MIN_UNITS and keys == [str(i) for i in range(len(keys))]:
+        alike = numbered and len(keys) >= MIN_UNITS and keys == [str(i) for i in range(len(keys))]
+        if alike and not has_backward_hooks(module):
             stacks[path] = [f"{path}.{key}" if path else key for key in keys]
     return dict(sorted(stacks.items(), key=lambda item: item[0].count(".")))
 

@@ -261,6 +261,13 @@ class HooksGradient(Residual):
         return y
 
 
+def module_hooks() -> nn.Module:
+    """One block triples the gradient that enters it, by a hook on the module."""
+    model = Residuals(*(Residual() for _ in range(6)))
+    model.blocks[3].register_full_backward_hook(lambda _, entering, __: tuple(3 * grad for grad in entering))
+    return model
+
+
 def double(gradient: Tensor) -> Tensor:
     return gradient * 2
 
@@ -314,6 +321,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Call]]] = {
     "reads_hidden": (lambda: ReadsHidden(*(Residual() for _ in range(8))), rows_call),
     "other_gradients": (lambda: scales_gradients(0.5, 0.4, 0.3, 0.2, 0.1, 0.1), rows_call),
     "other_hooks": (lambda: Residuals(*(HooksGradient(lambda g, i=i: g * i) for i in range(6))), rows_call),
+    "module_hooks": (module_hooks, rows_call),
     "listed_twice": (listed_twice, rows_call),
     "too_few": (lambda: Residuals(*(Residual() for _ in range(4))), rows_call),
 }
