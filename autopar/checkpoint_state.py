@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import CheckpointError
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.parameters import local_part
 from autopar.runtime.slices import Slices
 
 STATE_FILE = "state.json"
@@ -67,7 +68,7 @@ def _slices(model: nn.Module, name: str, value: Tensor) -> Slices:
     if not isinstance(model, ParallelModule):
         raise CheckpointError(f"{name} is a DTensor: give the ParallelModule that it is of")
     sharding, layout = model.placed(name)
-    return Slices(value.to_local(), value.shape, sharding, layout.mesh, layout.rank)
+    return Slices(local_part(value), value.shape, sharding, layout.mesh, layout.rank)
 
 
 def _names(model: nn.Module) -> dict[int, str]:

@@ -25,9 +25,11 @@ from autopar.runtime.accumulation import Accumulation
 from autopar.runtime.buffers import Buffers
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import BoundStep, CompiledStep
-from autopar.runtime.gathering import gathered_calls
-from autopar.runtime.parameters import Layout, ShardedParameters, full_to_placed, planned, unplanned
+from autopar.runtime.gathering import apply_whole, gathered_calls
+from autopar.runtime.parameters import Layout, ShardedParameters, full_to_placed, local_part, planned, unplanned
 from autopar.runtime.programs import Programs
+from autopar.runtime.safetensors_files import load_files, save_files
+from autopar.runtime.slices import Slices
 
 Compile = Callable[[tuple[Any, ...], dict[str, Any], bool, Plan], CompiledStep]
 """`compile(args, kwargs, train, plan)`: the program for a call with this rank's example inputs.  Called on every rank;
@@ -170,7 +172,7 @@ class ParallelModule(nn.Module):
             StaleModelError: if the model changed after planning, or ranks are in different modes.
             InputError: if a tensor is on another device than the mesh.
         """
-        call = self._agree_on_call(args, kwargs)
+        call = self._agree_on_call(args, kwargs, runs=True)
         if call.key not in self._programs:
             self._specialise(call, args, kwargs)
         step = self._programs.use(call.key)
@@ -233,12 +235,14 @@ class ParallelModule(nn.Module):
         program = self.compiled_steps[-1].program
         return self._control.on_first_rank("exporting", lambda: export_program(program, plan, directory))
 
-    def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], runs: bool = False) -> _Call:
         """Look at the call, and make sure before any collective that every rank makes the same one."""
         error: Exception | None = None
         shapes = mode = ""
         try:
             call = self._inspect(args, kwargs)
+            if runs:
+                self._sharded.check_values()
             known = self._programs.number(call.key)
             shapes, mode = call.shapes, f"{call.mode}, {'not compiled' if known is None else f'program {known}'}"
         except Exception as caught:  # noqa: BLE001 (raised below, once the other ranks know)
@@ -361,6 +365,55 @@ class ParallelModule(nn.Module):
                 if value.shape == parameter.shape:  # otherwise PyTorch's own message says what is wrong
                     placed[name] = full_to_placed(value.detach(), parameter, shardings[name], self._layout)
         return self._model.load_state_dict(placed, strict=strict)
+
+    def save_pretrained(self, directory: str | Path, max_shard_gb: float = 5.0) -> None:
+        """Write the weights as Hugging Face's `from_pretrained` reads them: safetensors files, and the model's
+        `config` if it has one.  Every rank calls it; one tensor at a time is gathered, and rank 0 writes.
+
+        Args:
+            directory: files of the same names in it are replaced, others stay.
+            max_shard_gb: weights beyond so many GB (10^9 bytes) are split over several files.
+
+        Raises:
+            CheckpointError: on every rank, if the files cannot be written.
+        """
+        self._sharded.check_values()
+        save_files(Path(directory), self._model, self._control, int(max_shard_gb * 1e9))
+
+    def load_pretrained(self, directory: str | Path) -> None:
+        """Load weights in place from safetensors files, such as a Hugging Face model's directory: each rank reads the
+        slices that it holds, and casts them to its own dtype.  Weights that the model does not have are left out, with
+        a warning.
+
+        Raises:
+            CheckpointError: on every rank, if files, or weights of the model, are missing, or shapes differ.
+        """
+        by_name, slices = self._sharded.by_name, {}
+        for name, _ in self._model.named_parameters():
+            (sharding, layout), parameter = self.placed(name), by_name[name]
+            slices[name] = Slices(local_part(parameter), parameter.shape, sharding, layout.mesh, layout.rank)
+        load_files(Path(directory), self._model, slices, self._control)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> ParallelModule:
+        """As `nn.Module.apply`: give every module to `fn`, children first, with its parameters whole and plain while
+        `fn` sees it; what `fn` makes of them is cut and kept.  Called on every rank.
+
+        It is how a model that was built on the meta device gets values, one module at a time, the same as on a single
+        device: random numbers are rank 0's.
+
+            with torch.device("meta"):
+                model = Model()
+            pm = autopar.parallelize(model, mesh)
+            pm.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
+
+        A module sees, whole, its own parameters and those of its children that have no children.
+        """
+
+        def write(full: Tensor, parameter: DTensor) -> None:
+            self._sharded.write(full, parameter, self._layout)
+
+        apply_whole(self._model, fn, self._control, write, self._sharded.has_values)
+        return self
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the model (`config`, methods) are reachable here too.

@@ -54,6 +54,15 @@ class _Slot:
     shape: torch.Size
     dtype: torch.dtype
     sharding: Sharding
+    untouched: int | None = None
+    """Of a parameter that was on the meta device: its version when it was made, without values."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether something was written into the parameter since it was on the meta device."""
+        if self.untouched is None or not local_part(self.parameter).numel():
+            return True
+        return _version(self.parameter) != self.untouched
 
 
 @dataclass(frozen=True)
@@ -69,9 +78,9 @@ class _Place:
 class ShardedParameters:
     """The parameters of a model, replaced in the model by `DTensor` parameters of the same names.
 
-    Every rank holds the whole model when this is made.  If the ranks' values differ, rank 0's win, as in
-    DistributedDataParallel; they are compared by checksum first, so equal models (same seed, same checkpoint) cost no
-    traffic.
+    Every rank holds the whole model when this is made, or has it on the meta device.  If the ranks' values differ, rank
+    0's win, as in DistributedDataParallel; they are compared by checksum first, so equal models (same seed, same
+    checkpoint) cost no traffic.  Of what is on the meta device each rank makes its part alone, without values.
     """
 
     def __init__(self, model: nn.Module, control: ControlGroup, layout: Layout, rest: Rest) -> None:
@@ -82,14 +91,22 @@ class ShardedParameters:
                 if parameter is not None:
                     parameters[id(parameter)] = parameter
                     owners.setdefault(id(parameter), []).append((_join(prefix, attribute), module, attribute))
-        _check_real(model)
-        _share_values([*parameters.values(), *model.buffers()], control, layout.device)
+        _refuse_placed(model)
+        tensors = [*parameters.values(), *model.buffers()]
+        _share_values([tensor for tensor in tensors if not tensor.is_meta], control, layout.device)
         # Popped one by one, so that each whole parameter is freed as soon as its part is made.
         self._slots = [self._shard(parameters.pop(key), owners[key], layout, rest) for key in list(parameters)]
-        for module in model.modules():
+        self._empty_buffers: list[tuple[str, nn.Module, str, Tensor]] = []
+        for path, module in model.named_modules():
             for attribute, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != layout.device:
-                    module._buffers[attribute] = buffer.to(layout.device)
+                if buffer is None or buffer.device == layout.device:
+                    continue
+                if buffer.is_meta:
+                    held = torch.empty(buffer.shape, dtype=buffer.dtype, device=layout.device)
+                    self._empty_buffers.append((_join(path, attribute), module, attribute, held))
+                else:
+                    held = buffer.to(layout.device)
+                module._buffers[attribute] = held
         self._tree = [_Place(path, m, _children(m), tuple(m._parameters.items())) for path, m in model.named_modules()]
 
     def _shard(
@@ -105,7 +122,8 @@ class ShardedParameters:
             parameter = _to_parameter(full.detach(), sharding, layout, full.requires_grad)
         for _, module, attribute in owners:
             module._parameters[attribute] = cast(nn.Parameter, parameter)
-        return _Slot(names, parameter, full.requires_grad, parameter.shape, parameter.dtype, sharding)
+        version = _version(parameter) if full.is_meta else None
+        return _Slot(names, parameter, full.requires_grad, parameter.shape, parameter.dtype, sharding, version)
 
     def move(self, layout: Layout, rest: Rest) -> None:
         """Move parameters to planned places, one after the other, keeping each object: an optimizer may hold it."""
@@ -113,10 +131,13 @@ class ShardedParameters:
         for sharding in shardings:
             device_placements(sharding, layout.mesh)  # refuse a bad plan before anything moves
         for slot, sharding in zip(self._slots, shardings, strict=True):
+            meta = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
             with torch.no_grad():
-                moved = _to_parameter(slot.parameter.full_tensor(), sharding, layout, slot.parameter.requires_grad)
+                full = slot.parameter.full_tensor() if slot.has_values else meta
+                moved = _to_parameter(full, sharding, layout, slot.parameter.requires_grad)
+            untouched = None if slot.has_values else _version(moved)
             torch.utils.swap_tensors(slot.parameter, moved)  # type: ignore[no-untyped-call]
-            slot.sharding = sharding
+            slot.sharding, slot.untouched = sharding, untouched
 
     @property
     def by_name(self) -> dict[str, DTensor]:
@@ -137,6 +158,43 @@ class ShardedParameters:
     def training_modes(self) -> bytes:
         """The `training` flag of every module."""
         return bytes(place.module.training for place in self._tree)
+
+    def has_values(self, parameter: Tensor) -> bool:
+        """Whether a parameter has any; see `without_values`."""
+        return self._slot(parameter).has_values
+
+    def write(self, full: Tensor, parameter: DTensor, layout: Layout) -> None:
+        """Overwrite a parameter by a whole tensor, the same on every rank."""
+        with torch.no_grad():
+            parameter.copy_(full_to_placed(full, parameter, self._slot(parameter).sharding, layout))
+
+    def _slot(self, parameter: Tensor) -> _Slot:
+        return next(slot for slot in self._slots if slot.parameter is parameter)
+
+    @property
+    def without_values(self) -> list[str]:
+        """Names of the parameters and buffers that were on the meta device, and that nothing was written into since."""
+        self._empty_buffers = [
+            (name, module, attribute, held)
+            for name, module, attribute, held in self._empty_buffers
+            if module._buffers.get(attribute) is held and not held._version
+        ]
+        empty = [slot.names[0] for slot in self._slots if not slot.has_values]
+        return empty + [name for name, _, _, _ in self._empty_buffers]
+
+    def check_values(self) -> None:
+        """Refuse to run while something has no values.
+
+        Raises:
+            InputError: naming what came from the meta device and was never written.
+        """
+        if empty := self.without_values:
+            more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+            raise InputError(
+                f"{', '.join(empty[:5])}{more} came from the meta device and got no values since: give them some with "
+                "pm.apply(initialise), which sees each module whole, or with autopar.load_checkpoint or "
+                "pm.load_pretrained, which leave buffers that are not persistent to pm.apply"
+            )
 
     def check(self, planned: bool = True) -> None:
         """Compare the model with what was planned; before planning, parameters may still be frozen or unfrozen.
@@ -229,8 +287,20 @@ def unplanned(layout: Layout) -> Rest:
     return rest
 
 
+def local_part(parameter: DTensor) -> Tensor:
+    """What this rank holds of a parameter."""
+    with torch.no_grad():
+        return parameter.to_local()
+
+
+def _version(parameter: DTensor) -> int:
+    """Grows whenever something is written into a parameter, or by whatever way into this rank's part of it."""
+    return parameter._version + local_part(parameter)._version
+
+
 def _to_parameter(full: Tensor, sharding: Sharding, layout: Layout, requires_grad: bool) -> DTensor:
-    local = shard_tensor(full, sharding, layout.mesh, layout.rank).to(layout.device)
+    local = shard_tensor(full, sharding, layout.mesh, layout.rank)
+    local = torch.empty_like(local, device=layout.device) if local.is_meta else local.to(layout.device)
     if local.numel() != full.numel() or not local.is_contiguous():
         local = local.clone(memory_format=torch.contiguous_format)  # own memory: the whole tensor can be freed
     parameter = nn.Parameter(_to_dtensor(local, full.shape, sharding, layout), requires_grad=requires_grad)
@@ -243,15 +313,9 @@ def _to_dtensor(local: Tensor, shape: torch.Size, sharding: Sharding, layout: La
     return DTensor.from_local(local, layout.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _check_real(model: nn.Module) -> None:
+def _refuse_placed(model: nn.Module) -> None:
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
-            if tensor.is_meta:
-                raise InputError(
-                    f"{kind} {name!r} is on the meta device and has no values to shard: materialise the model first "
-                    "(model.to_empty(device=...) and its initialisation, or load a checkpoint), or plan without a mesh "
-                    "of live ranks"
-                )
             if isinstance(tensor, DTensor):
                 raise InputError(
                     f"{kind} {name!r} is a DTensor already, placed {describe_sharding(*_describe(tensor))}: give "

@@ -7,7 +7,7 @@ of a fused QKV) is several slices, so what a rank holds is listed here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,11 @@ class Slices:
         for dim, (_, start, size) in enumerate(self._parts[offset or torch.Size([0] * len(self.shape))]):
             view = view.narrow(dim, start, size)
         return view
+
+    def pieces(self) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+        """Where each slice is in the whole, and the view of the local part that holds it."""
+        for offset, slices in self._parts.items():
+            yield tuple(slice(start, start + size) for start, _, size in slices), self.part(offset)
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         """What a save planner asks."""
