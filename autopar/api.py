@@ -21,12 +21,15 @@ from autopar.errors import InputError, MeshError
 from autopar.mesh import parse_shape
 from autopar.passes.defer import defer_reductions
 from autopar.plan import Plan
+from autopar.precision import compute_dtype
 from autopar.rehearsal import rehearsal
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import CompiledStep
 from autopar.runtime.module import ParallelModule
 from autopar.signature import check_module, flatten_inputs, split_call
+from autopar.step_check import verify_step
 from autopar.strategies import canonical_name
+from autopar.verification import VerifyReport
 
 MeshLike = DeviceMesh | int | str | Sequence[int]
 
@@ -116,8 +119,13 @@ def parallelize(
 
     control = ControlGroup()
     rehearse = rehearsal(model, control, batch_dims, precision) if verify else None
+
+    def check_step(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
+        return verify_step(module, args, kwargs, batch_dims, compute_dtype(precision))
+
     module = ParallelModule(
         model, device_mesh, compile=compile_step, flatten=flatten_inputs, decide=decide, rehearse=rehearse,
+        check_step=check_step,
         control=control,
     )  # fmt: skip
     if example_inputs is not None:

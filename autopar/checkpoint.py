@@ -183,7 +183,7 @@ def _told(what: str) -> Iterator[None]:
 def _control_of(model: nn.Module) -> ControlGroup:
     """All ranks for a `ParallelModule`; a plain module is this process's own affair."""
     check_module(model)
-    return model.control if isinstance(model, ParallelModule) else ControlGroup(alone=True)
+    return model.control_group if isinstance(model, ParallelModule) else ControlGroup(alone=True)
 
 
 def _before(path: Path) -> Path:

@@ -67,7 +67,7 @@ def _slices(model: nn.Module, name: str, value: Tensor) -> Slices:
         return Slices(value, value.shape)
     if not isinstance(model, ParallelModule):
         raise CheckpointError(f"{name} is a DTensor: give the ParallelModule that it is of")
-    sharding, layout = model.placed(name)
+    sharding, layout = model.placement_of(name)
     return Slices(local_part(value), value.shape, sharding, layout.mesh, layout.rank)
 
 

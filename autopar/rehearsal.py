@@ -110,21 +110,11 @@ def rehearsal(
     """
 
     def rehearse(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> VerifyReport:
-        signature, tensors = call_signature(args, kwargs)
-        dims = find_batch_dims(args, kwargs, batch_dims)
-        rows = [_first_rows(t, dims.get(path)) for path, t in zip(signature.paths, tensors, strict=True)]
-        parts = control.gather(rows)
-        named = zip(signature.paths, zip(*parts, strict=True), strict=True)
-        batch = [torch.cat(part, dims[path]) if path in dims else part[0] for path, part in named]
-        every = {path: dims.get(path) for path in signature.paths}
+        _, batch, every, note = global_rows(control, args, kwargs, batch_dims)
 
         def run() -> VerifyReport:
-            _check_memory(model, plan.mesh.num_ranks)
-            report = verify(model, plan, signature.rebuild(batch), batch_dims=every, precision=precision)
-            first = next(iter(dims), None)
-            whole = 0 if first is None else dict(flatten_inputs(args, kwargs)[0])[first].shape[dims[first]]
-            note = f"on {min(ROWS, whole)} of each rank's {whole} rows" if whole else "on inputs without a batch"
-            report = replace(report, note=f"{note}, in float64 on rank 0")
+            check_memory(model, plan.mesh.num_ranks)
+            report = replace(verify(model, plan, batch, batch_dims=every, precision=precision), note=note)
             if not report.ok:
                 raise VerificationError(
                     f"the {plan.strategy} plan on mesh {plan.mesh} does not compute what one device does: {report} "
@@ -138,12 +128,38 @@ def rehearsal(
     return rehearse
 
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def global_rows(
+    control: ControlGroup, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dims: Mapping[str, int | None] | None
+) -> tuple[Call, Call, dict[str, int | None], str]:
+    """The first rows of every rank's batch; called on all ranks.
+
+    Returns:
+        This rank's rows as a call; the global batch of them all as a call, on the CPU; the batch dim of each of its
+        inputs, or None; and in words what was taken.
+    """
+    signature, tensors = call_signature(args, kwargs)
+    dims = find_batch_dims(args, kwargs, batch_dims)
+    rows = [_first_rows(t, dims.get(path)) for path, t in zip(signature.paths, tensors, strict=True)]
+    parts = control.gather(rows)
+    named = zip(signature.paths, zip(*parts, strict=True), strict=True)
+    batch = [torch.cat(part, dims[path]) if path in dims else part[0] for path, part in named]
+    mine = [row.to(tensor.device) for row, tensor in zip(rows, tensors, strict=True)]
+    sizes = (tensor.shape[dims[path]] for path, tensor in zip(signature.paths, tensors, strict=True) if path in dims)
+    size = next(sizes, 0)
+    words = f"on {min(ROWS, size)} of each rank's {size} rows" if size else "on inputs without a batch"
+    every = {path: dims.get(path) for path in signature.paths}
+    return signature.rebuild(mine), signature.rebuild(batch), every, f"{words}, in float64 on rank 0"
+
+
 def _first_rows(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
     rows = tensor if dim is None else tensor.narrow(dim, 0, min(ROWS, tensor.shape[dim]))
     return rows.detach().cpu().clone()  # a copy, so that no more travels than the rows
 
 
-def _check_memory(model: nn.Module, num_ranks: int) -> None:
+def check_memory(model: nn.Module, num_ranks: int) -> None:
     """Refuse what the host's memory does not hold: values and gradients of both sides, and gradients of each rank."""
     num_elements = sum(t.numel() for t in [*model.parameters(), *model.buffers()])
     need, free = 8 * num_elements * (4 + num_ranks), free_memory_bytes()

@@ -80,11 +80,11 @@ class _CopyingViews(fx.Interpreter):
 
 
 def run_traced(
-    joint: JointGraph, values: Mapping[GraphInput, torch.Tensor], tangents: dict[str, torch.Tensor]
+    joint: JointGraph, values: Mapping[GraphInput, torch.Tensor], tangents: dict[str, torch.Tensor], seed: int = SEED
 ) -> SingleDevice:
     """Run the joint graph as it was traced, on one device."""
     flat = [
-        SEED if s.kind is InputKind.SEED else tangents[s.path] if s.kind is InputKind.TANGENT else values[s]
+        seed if s.kind is InputKind.SEED else tangents[s.path] if s.kind is InputKind.TANGENT else values[s]
         for s in joint.inputs
     ]
     with torch.no_grad():
@@ -112,7 +112,9 @@ class Reference:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         inputs: Mapping[GraphInput, torch.Tensor],
+        seed: int = SEED,
     ) -> None:
+        self._seed = seed
         self._model, self._joint, self._args, self._kwargs = model, joint, args, kwargs
         self._is_random = any(spec.kind is InputKind.SEED for spec in joint.inputs)
         self._tangents: dict[str, torch.Tensor] | None = None
@@ -135,7 +137,7 @@ class Reference:
             if not self._is_random:
                 return found
             self._tangents = found.tangents
-        return run_traced(self._joint, {**self.values, **self._inputs}, self._tangents)
+        return run_traced(self._joint, {**self.values, **self._inputs}, self._tangents, self._seed)
 
 
 def tensor_of(model: nn.Module, path: str) -> torch.Tensor:

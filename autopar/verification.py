@@ -169,7 +169,7 @@ def compare(
         results, executed = run_all_ranks(program, values)
         _check_bytes(program.collectives(), executed)
         if step in (0, num_steps):
-            errors.update(_differences(values, results, expected, f" after {step} steps" if step else ""))
+            errors.update(differences(values, results, expected, f" after {step} steps" if step else ""))
         if step < num_steps:
             ours.step({path: value for (kind, path), value in results.items() if kind is OutputKind.GRADIENT})
             ours.keep({path: value for (kind, path), value in results.items() if kind is OutputKind.MUTATION})
@@ -203,13 +203,14 @@ class _Optimizer:
             self._buffers[path].copy_(value)
 
 
-def _differences(
+def differences(
     values: Mapping[GraphInput, torch.Tensor],
     results: Mapping[tuple[OutputKind, str], torch.Tensor | None],
     reference: SingleDevice,
-    suffix: str,
+    suffix: str = "",
+    noise: float = NOISE,
 ) -> dict[str, float]:
-    """The error of every result of one step."""
+    """The error of every result of one step; see `NOISE`."""
     known: dict[OutputKind, tuple[Mapping[str, torch.Tensor | None], str]] = {
         OutputKind.OUTPUT: (reference.outputs, "output"),
         OutputKind.GRADIENT: (reference.gradients, "gradient of"),
@@ -217,7 +218,7 @@ def _differences(
     }
     scale = max((_largest(v) for v in values.values() if v.is_floating_point()), default=0.0)
     steepest = max((_largest(g) for g in reference.gradients.values() if g is not None), default=0.0)
-    floors = dict.fromkeys(OutputKind, NOISE * scale) | {OutputKind.GRADIENT: NOISE * max(scale, steepest)}
+    floors = dict.fromkeys(OutputKind, noise * scale) | {OutputKind.GRADIENT: noise * max(scale, steepest)}
     errors: dict[str, float] = {}
     for (kind, path), found in results.items():
         expected, name = known[kind][0].get(path), f"{known[kind][1]} {path}{suffix}"

@@ -42,6 +42,9 @@ Rehearse = Callable[[tuple[Any, ...], dict[str, Any], Plan], Any]
 """`rehearse(args, kwargs, plan)`: tries a new plan and raises, on every rank, if it is wrong; returns a report.  Called
 on every rank."""
 
+CheckStep = Callable[["ParallelModule", tuple[Any, ...], dict[str, Any]], Any]
+"""`check_step(module, args, kwargs)`: compares one step with the single device.  Called on every rank."""
+
 Flatten = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Sequence[tuple[str, Tensor]], Hashable]]
 """`flatten(args, kwargs)`: the tensors of a call with their paths, and a key that covers everything else in it."""
 
@@ -81,6 +84,7 @@ class ParallelModule(nn.Module):
         flatten: Flatten,
         decide: Decide | None = None,
         rehearse: Rehearse | None = None,
+        check_step: CheckStep | None = None,
         control: ControlGroup | None = None,
         max_specialisations: int = MAX_SPECIALISATIONS,
     ) -> None:
@@ -91,7 +95,7 @@ class ParallelModule(nn.Module):
             device_mesh: a mesh of all ranks of the job.
             plan: what was decided; without one, parameters become DTensors now, move later, and `decide` is asked
                 when the first call shows the shapes.
-            compile, decide, flatten, rehearse: the stages above the runtime, given by the facade.
+            compile, decide, flatten, rehearse, check_step: the stages above the runtime, given by the facade.
             control: the ranks' way to agree; made here if it is not given.
             max_specialisations: how many programs to keep.
 
@@ -106,7 +110,7 @@ class ParallelModule(nn.Module):
         state["_parameters"], state["_buffers"], state["_modules"] = model._parameters, model._buffers, model._modules
         self.training = model.training
         self._compile_step, self._decide, self._flatten = compile, decide, flatten
-        self._rehearse = rehearse
+        self._rehearse, self._check_step = rehearse, check_step
         self._report: Any = None
         self._user_mesh, self._control = device_mesh, control or ControlGroup()
         _check_covers(device_mesh)
@@ -136,7 +140,13 @@ class ParallelModule(nn.Module):
         return self._report
 
     @property
-    def control(self) -> ControlGroup:
+    def original_module(self) -> nn.Module:
+        """The model that this was made of, whose tree it shares."""
+        model: nn.Module = self._model
+        return model
+
+    @property
+    def control_group(self) -> ControlGroup:
         """How the ranks agree."""
         return self._control
 
@@ -150,7 +160,7 @@ class ParallelModule(nn.Module):
     def random_state(self, state: tuple[int, int]) -> None:
         self._base_seed, self._num_forwards = state
 
-    def placed(self, name: str) -> tuple[Sharding, Layout]:
+    def placement_of(self, name: str) -> tuple[Sharding, Layout]:
         """How a parameter rests now, in the terms of its mesh."""
         return self._sharded.shardings[name], self._layout
 
@@ -217,6 +227,28 @@ class ParallelModule(nn.Module):
         """As `nn.Module.zero_grad`; gradients that wait for their reduction (see `no_sync`) are dropped, too."""
         self._accumulation.clear()
         super().zero_grad(set_to_none)
+
+    def verify_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step on two rows of each rank's batch, on these ranks, with these links and in this precision, and
+        compare loss, gradients and every parameter's part in them with the single device in float64 on rank 0.
+
+        Every rank calls it, with its own rows, as it would call the module, which must return its loss.  Parameters,
+        gradients, buffers and random numbers stay as they are.
+
+        Returns:
+            A `VerifyReport`.
+
+        Raises:
+            VerificationError: on every rank, if they differ by more than the computing dtype's roundings.
+            InputError: if there is no loss, gradients wait for their reduction (`no_sync`), or rank 0's host lacks the
+                memory for the whole model in float64.
+            PlanError: before the first plan.
+        """
+        if self._check_step is None:
+            raise InputError("this module was made without a way to verify a step: make it by autopar.parallelize")
+        if self._accumulation or self._accumulation.active:
+            raise InputError("gradients wait for their reduction (no_sync): verify a step before or after")
+        return self._check_step(self, args, kwargs)
 
     def export(self, directory: str | Path) -> list[Path]:
         """Write the program used last as readable, runnable Python, with the plan and a diagram.
@@ -390,7 +422,7 @@ class ParallelModule(nn.Module):
         """
         by_name, slices = self._sharded.by_name, {}
         for name, _ in self._model.named_parameters():
-            (sharding, layout), parameter = self.placed(name), by_name[name]
+            (sharding, layout), parameter = self.placement_of(name), by_name[name]
             slices[name] = Slices(local_part(parameter), parameter.shape, sharding, layout.mesh, layout.rank)
         load_files(Path(directory), self._model, slices, self._control)
 

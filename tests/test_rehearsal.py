@@ -90,8 +90,8 @@ def test_a_model_too_large_for_the_host_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rehearsal, "free_memory_bytes", lambda: 100_000)
     message = r"verifying 512 parameters for 64 ranks .* takes about 272\.0 KiB in float64, and .* has 97\.7 KiB free"
     with pytest.raises(autopar.InputError, match=message):
-        rehearsal._check_memory(Mlp(), 64)
-    rehearsal._check_memory(Mlp(), 4)
+        rehearsal.check_memory(Mlp(), 64)
+    rehearsal.check_memory(Mlp(), 4)
 
 
 class _Batchless(nn.Module):
@@ -118,3 +118,44 @@ def test_only_rows_travel() -> None:
     assert rows.shape == (2, 5)
     assert rows.untyped_storage().nbytes() == 40
     assert signature.find_batch_dims((x,), {}) == {"0": 0}
+
+
+def real_step(strategy: str, precision: str | None) -> str:
+    torch.manual_seed(0)
+    example = mine(*token_batch(8))
+    pm = autopar.parallelize(
+        TinyGpt(layers=1, dropout=0.2), 2, strategy=strategy, precision=precision, example_inputs=example
+    )
+    pm(*example)["loss"].backward()
+    gradients, state = [p.grad.full_tensor().clone() for p in pm.parameters()], pm.random_state  # type: ignore[union-attr]
+    report = pm.verify_step(*example)
+    assert report.ok
+    assert {"output loss", "gradient of tokens.weight", "gradient of norm.bias"} <= set(report.errors)
+    assert pm.random_state == state
+    for parameter, before in zip(pm.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), before)  # type: ignore[union-attr]
+    with pm.no_sync(), pytest.raises(autopar.InputError, match="wait for their reduction"):
+        pm.verify_step(*example)
+    bias = pm.get_parameter("blocks.0.out.bias")
+    handle = bias.register_hook(lambda gradient: gradient * 2)  # stands for a rank that computes wrongly
+    with pytest.raises(autopar.VerificationError) as caught:
+        pm.verify_step(*example)
+    handle.remove()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [("tp", None), ("zero3", "bf16")])
+def test_a_real_step_is_compared(gloo2: RankPool, strategy: str, precision: str | None) -> None:
+    for text in gloo2.run(real_step, strategy, precision):
+        assert "differs from the single device's: DIFFERENT: " in text
+        assert "in gradient of blocks.0.out.bias, on 2 of each rank's 4 rows" in text
+
+
+def no_loss() -> None:
+    pm = autopar.parallelize(Mlp(), 2, strategy="ddp", example_inputs=torch.ones(4, 12))
+    with pytest.raises(autopar.InputError, match="needs a module that returns its loss"):
+        pm.verify_step(torch.ones(4, 12))
+
+
+def test_a_step_without_a_loss_is_refused(gloo2: RankPool) -> None:
+    gloo2.run(no_loss)
