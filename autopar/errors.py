@@ -55,6 +55,10 @@ class VerificationError(AutoparError, ArithmeticError):
     """The rewritten program's numbers differ from the single device's."""
 
 
+class CollectiveError(AutoparError, RuntimeError):
+    """A collective failed or timed out: another rank is gone, hangs, or cannot be reached."""
+
+
 class CheckpointError(AutoparError, RuntimeError):
     """A checkpoint cannot be written or read, is damaged, or is of another model."""
 

@@ -17,6 +17,7 @@ from autopar._compat import BoxedCodeGen, below_autograd, dtensor_like
 from autopar.graph import GraphInput, InputKind
 from autopar.program import COLLECTIVE_KINDS, DeferredBackward, LocalGraph, LocalProgram, collective_axis
 from autopar.runtime.accumulation import Accumulation
+from autopar.runtime.blame import blame, places
 from autopar.runtime.parameters import Layout
 from autopar.runtime.roles import ForwardRoles, GradientRoles
 
@@ -41,15 +42,30 @@ class CompiledStep:
 
 
 def bind_graph(module: fx.GraphModule, device_mesh: DeviceMesh, axes: Sequence[str]) -> Boxed:
-    """Compile a graph to Python, with each collective's axis name replaced by the name of its process group."""
+    """Compile a graph to Python, with each collective's axis name replaced by the name of its process group.
+
+    The function raises a `CollectiveError` where a collective fails.
+    """
     bound = fx.Graph()
     bound.output(bound.graph_copy(module.graph, {}))
+    known = places(bound)
     groups = {name: device_mesh.get_group(axis).group_name for axis, name in enumerate(axes)}
     for node in bound.nodes:
         if node.op == "call_function" and node.target in COLLECTIVE_KINDS:
             node.args = (*node.args[:-1], groups[collective_axis(node)])
     bound.set_codegen(BoxedCodeGen())
-    return fx.GraphModule(module, bound).forward
+    compiled: Boxed = fx.GraphModule(module, bound).forward
+
+    def run(values: list[Any]) -> Sequence[Any]:
+        try:
+            return compiled(values)
+        except RuntimeError as error:
+            told = blame(error, known, device_mesh.get_rank())
+            if told is error:
+                raise
+            raise told from error
+
+    return run
 
 
 class BoundStep:

@@ -366,7 +366,7 @@ def specialisations() -> None:
         pm(mine(x), target=mine(target))
     assert len(pm.compiled_steps) == 2
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is said once
+        warnings.simplefilter("error", UserWarning)  # it is said once
         for rows in (1, 4):
             x, target = batch(0, rows)
             pm(mine(x), target=mine(target))
