@@ -72,9 +72,9 @@ class ControlGroup:
         """
         if self.num_ranks == 1:
             return True
-        found = torch.empty(self.num_ranks, dtype=torch.int64)
-        dist.all_gather_into_tensor(found, torch.tensor([digest]), group=self._group)
-        return bool((found == digest).all())
+        found = list(torch.empty(self.num_ranks, 1, dtype=torch.int64))
+        dist.all_gather(found, torch.tensor([digest]), group=self._group)
+        return all(int(other) == digest for other in found)
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order; anything that pickles."""
