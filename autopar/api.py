@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.cluster import Cluster
-from autopar.compiler import AUTO, Compiler
+from autopar.compiler import Compiler
 from autopar.cost_model.optimizers import OptimizerLike
 from autopar.errors import InputError, MeshError
 from autopar.mesh import parse_shape
@@ -26,6 +26,7 @@ from autopar.rehearsal import rehearsal
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import CompiledStep
 from autopar.runtime.module import ParallelModule
+from autopar.search import AUTO
 from autopar.signature import check_module, flatten_inputs, split_call
 from autopar.step_check import verify_step
 from autopar.strategies import canonical_name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,32 +14,29 @@ import torch
 from torch import nn
 
 from autopar.cluster import Cluster, budget_bytes
+from autopar.cost_model.folded import Copies
 from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
-from autopar.cost_model.simulate import Simulation, Spent, simulate
+from autopar.cost_model.simulate import Simulation, simulate
 from autopar.cost_model.symbolic import symbolic_cost
-from autopar.describe import describe_params
 from autopar.errors import FoldError, InfeasibleBudgetError, InputError, MeshError
-from autopar.explain import CHOSEN
-from autopar.factors import analyse
 from autopar.graph import JointGraph
 from autopar.infeasible import infeasible
 from autopar.normalise import normalise
 from autopar.passes.pipeline import rewrite
-from autopar.plan import Candidate, ModuleCost, Plan, PlanReport
-from autopar.plan_cost import PlanCost
+from autopar.plan import Plan
+from autopar.plan_cost import PlanCost, SymbolicCost
 from autopar.plan_file import check_plan_matches
+from autopar.plan_report import plan_report, replicated_ops
 from autopar.planner import plan_named
 from autopar.precision import compute_dtype
 from autopar.program import LocalProgram
 from autopar.randomness import replace_random_ops
-from autopar.search import Priced, search
-from autopar.show import build_rows, format_bytes, format_time
+from autopar.search import AUTO, Priced, search
 from autopar.signature import flatten_inputs
 from autopar.strategies import STRATEGIES
 from autopar.trace import trace
 from autopar.unfold import unfold
-
-AUTO = "auto"
+from autopar.whole_plan import Split, even_splits, whole_plan
 
 
 @dataclass
@@ -71,7 +67,7 @@ class Compiler:
     precision: str | None = None
     accumulate: int = 1
     _traced: tuple[object, JointGraph] | None = field(default=None, repr=False)
-    _whole: JointGraph | None = field(default=None, repr=False)
+    _whole: tuple[JointGraph, JointGraph] | None = field(default=None, repr=False)
     _priced: tuple[JointGraph, list[Priced]] | None = field(default=None, repr=False)
     _warned: set[str] = field(default_factory=set, repr=False)
 
@@ -106,16 +102,12 @@ class Compiler:
         )
         if self._traced is None or self._traced[0] != key:
             self._traced = (key, self._trace(args, kwargs, train, local, fold=True))
-            self._whole = None
-        folded = self._traced[1]
-        if not whole or not folded.runs:
-            return folded
-        if self._whole is None:
+        if whole:
             try:
-                self._whole = unfold(folded)
+                return self.unfolded(self._traced[1])
             except FoldError:
-                self._whole = self._trace(args, kwargs, train, local, fold=False)
-        return self._whole
+                self._traced = (key, self._trace(args, kwargs, train, local, fold=False))
+        return self._traced[1]
 
     def _trace(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, local: bool, fold: bool
@@ -129,6 +121,22 @@ class Compiler:
                 )  # fmt: skip
             return replace_random_ops(normalise(joint))
 
+    def unfolded(self, joint: JointGraph) -> JointGraph:
+        """The whole graph of a folded one, any other graph itself; the last one is kept.
+
+        Raises:
+            FoldError: if the graph cannot be unfolded.
+        """
+        if not joint.runs:
+            return joint
+        if self._whole is None or self._whole[0] is not joint:
+            self._whole = (joint, unfold(joint))
+        return self._whole[1]
+
+    def _planned_on(self, joint: JointGraph) -> JointGraph:
+        """The folded graph from which a whole one came, else the graph itself."""
+        return self._whole[0] if self._whole is not None and self._whole[1] is joint else joint
+
     def plan(self, joint: JointGraph) -> Plan:
         """The best plan for a traced graph, with its report.
 
@@ -139,46 +147,71 @@ class Compiler:
         return self.plan_within(joint, budget_bytes(self.mem_gb, self.cluster))
 
     def plan_within(self, joint: JointGraph, budget: int) -> Plan:
-        """`plan` for a budget in bytes; the candidates are simulated once for all budgets."""
+        """`plan` for a budget in bytes; the candidates are simulated once for all budgets.
+
+        Of a graph that was unfolded the folded one is searched, and the whole one has the last word on what fits.
+        """
         priced = self.candidates(joint)
-        fitting = [p for p in priced if p.simulation.memory.total <= budget]
-        if not fitting:
-            raise self._infeasible(joint, priced, budget)
-        best = min(fitting, key=lambda p: (p.simulation.step_time_s, p.simulation.memory.total))
-        return self._report(joint, best, priced, budget)
+        by_time = sorted(priced, key=lambda p: (p.simulation.step_time_s, p.simulation.memory.total))
+        if self._planned_on(joint) is joint:
+            best = next((p for p in by_time if p.simulation.memory.total <= budget), None)
+            if best is None:
+                raise self._infeasible(joint, priced, budget)
+            return self._report(joint, best, priced, budget)
+        smallest = min(priced, key=lambda p: p.simulation.memory.total)
+        for best in (*(p for p in by_time if p.simulation.memory.total <= budget), smallest):
+            exact = self._priced_whole(joint, best)
+            if exact.simulation.memory.total <= budget:
+                return self._report(joint, exact, [exact, *(p for p in priced if p is not best)], budget)
+        raise self._infeasible(joint, [exact], budget)
+
+    def _priced_whole(self, joint: JointGraph, priced: Priced) -> Priced:
+        """A plan of the folded graph as that of the whole one, priced by the whole program."""
+        return self.price(joint, whole_plan(priced.plan, self._planned_on(joint).runs, priced.splits))
 
     def candidates(self, joint: JointGraph) -> list[Priced]:
         """Every strategy that is asked for and can use the mesh, simulated; with `auto`, also the plans of the search;
-        those of the last graph are kept.
+        those of the last graph are kept.  Of a graph that was unfolded they are plans of the folded one.
 
         Raises:
             MeshError: if the one strategy that is asked for cannot use the mesh.
         """
+        joint = self._planned_on(joint)
         if self._priced is None or self._priced[0] is not joint:
             names = STRATEGIES if self.strategy == AUTO else (self.strategy,)
             priced = []
+            known: dict[object, Simulation] = {}
+
+            def price(plan: Plan, splits: tuple[Split, ...]) -> Simulation:
+                key = (plan.mesh, plan.factors, tuple(plan.storage.items()), tuple(sorted(plan.recompute.items())))
+                if (key, plan.delay_reduction, splits) not in known:
+                    known[key, plan.delay_reduction, splits] = self._simulate(joint, plan, splits)
+                return known[key, plan.delay_reduction, splits]
+
             with _collector_paused():
                 for name in names:
                     try:
                         plan = plan_named(name, joint, self.sizes, self.cluster.ranks_per_node)
-                        priced.append(self.price(joint, plan))
+                        splits = even_splits(joint.runs)
+                        priced.append(Priced(plan, price(plan, splits), splits))
                     except MeshError:
                         if self.strategy != AUTO:
                             raise
                 if self.strategy == AUTO:
-                    priced += search(joint, self.sizes, self.cluster.ranks_per_node, lambda p: self._simulate(joint, p))
+                    priced += search(joint, self.sizes, self.cluster.ranks_per_node, price)
             self._priced = (joint, priced)
         return self._priced[1]
 
     def price(self, joint: JointGraph, plan: Plan) -> Priced:
         """Rewrite and simulate one plan."""
-        return Priced(plan, self._simulate(joint, plan))
+        splits = even_splits(joint.runs)
+        return Priced(plan, self._simulate(joint, plan, splits), splits)
 
-    def _simulate(self, joint: JointGraph, plan: Plan) -> Simulation:
-        return self._run(rewrite(joint, plan, check=False), self.optimizer)
+    def _simulate(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Simulation:
+        return self._run(rewrite(joint, plan, check=False), self.optimizer, Copies.of_runs(joint.runs, splits))
 
-    def _run(self, program: LocalProgram, optimizer: OptimizerLike) -> Simulation:
-        return simulate(program, self.cluster, optimizer, accumulate=self.accumulate)
+    def _run(self, program: LocalProgram, optimizer: OptimizerLike, copies: Copies) -> Simulation:
+        return simulate(program, self.cluster, optimizer, accumulate=self.accumulate, copies=copies)
 
     def given(self, joint: JointGraph, plan: Plan) -> Plan:
         """A plan that the user brought, checked against the graph and the budget, and priced.
@@ -205,38 +238,29 @@ class Compiler:
         return rewrite(joint, plan)
 
     def _report(self, joint: JointGraph, best: Priced, priced: Sequence[Priced], budget: int) -> Plan:
-        sim = best.simulation
-        words = describe_params(joint, best.plan)
-        program = rewrite(joint, best.plan, check=False)
-        searched = [p for p in priced if p.plan.strategy == AUTO]
-        fitting = [p for p in searched if p.simulation.memory.total <= budget] or searched
-        first = min(fitting, key=lambda p: p.simulation.step_time_s, default=best)
-        named = [p for p in priced if p.plan.strategy != AUTO or p is best or p is first]
-        report = PlanReport(
+        plan, planned_on = best.plan, self._planned_on(joint)
+        program = rewrite(joint, plan, check=False)
+        report = replace(
+            plan_report(joint, program, best, priced, planned_on.runs, budget),
             cluster=str(self.cluster),
-            budget_bytes=budget,
-            step_time_s=sim.step_time_s,
-            compute_s=sim.compute_s,
-            exposed_s=sim.exposed_s,
-            memory=sim.memory,
-            rows=build_rows(joint, program, words.__getitem__),
-            candidates=tuple(_candidate(p, best, budget) for p in named),
-            collective_bytes=sim.collective_bytes,
-            num_searched=len(priced),
-            bound_s=min(p.simulation.compute_s for p in priced),
-            replicated_ops=replicated_ops(joint),
             precision=self.precision or "",
             accumulate=self.accumulate,
         )
-        cost = PlanCost(functools.partial(symbolic_cost, joint, program, self.cluster, self.optimizer))
-        return replace(best.plan, graph_fingerprint=joint.fingerprint(), report=report, cost=cost)
+        whole = whole_plan(plan, joint.runs, best.splits)
+        cost = PlanCost(functools.partial(self._symbolic, joint, whole))
+        return replace(whole, graph_fingerprint=planned_on.fingerprint(), report=report, cost=cost)
+
+    def _symbolic(self, joint: JointGraph, plan: Plan) -> SymbolicCost:
+        joint = self.unfolded(joint)
+        return symbolic_cost(joint, rewrite(joint, plan, check=False), self.cluster, self.optimizer)
 
     def _infeasible(self, joint: JointGraph, priced: Sequence[Priced], budget: int) -> InfeasibleBudgetError:
         smallest = min(priced, key=lambda p: p.simulation.memory.total)
         program = rewrite(joint, smallest.plan, check=False)
         name = find_optimizer(self.optimizer).name
         usable = self.cluster.device.memory_bytes
-        return infeasible(priced, budget, usable, name, lambda other: self._run(program, other))
+        copies = Copies.of_runs(joint.runs, smallest.splits)
+        return infeasible(priced, budget, usable, name, lambda other: self._run(program, other, copies))
 
     def _warn_replicated(self, joint: JointGraph) -> None:
         new = {name: n for name, n in replicated_ops(joint).items() if name not in self._warned}
@@ -264,50 +288,3 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def replicated_ops(joint: JointGraph) -> dict[str, int]:
-    """Ops without a sharding rule, and how often they occur."""
-    return dict(Counter(str(node.target) for node in analyse(joint).replicated))
-
-
-def _candidate(priced: Priced, best: Priced, budget: int) -> Candidate:
-    sim, won = priced.simulation, best.simulation
-    if priced is best:
-        verdict = CHOSEN
-    elif sim.memory.total > budget:
-        verdict = f"over the budget by {format_bytes(sim.memory.total - budget)}"
-    elif sim.step_time_s > won.step_time_s:
-        verdict = f"{format_time(sim.step_time_s - won.step_time_s)} slower: {_slower_by(sim, won)}"
-    else:
-        verdict = f"as fast, {format_bytes(sim.memory.total - won.memory.total)} more memory"
-    return Candidate(
-        priced.plan.strategy,
-        str(priced.plan.mesh),
-        sim.step_time_s,
-        sim.compute_s,
-        sim.exposed_s,
-        sim.memory.total,
-        verdict,
-        _module_costs(sim),
-    )
-
-
-def _module_costs(sim: Simulation) -> tuple[ModuleCost, ...]:
-    rest: Counter[str] = Counter()
-    saved: Counter[str] = Counter()
-    for live in sim.live_after_forward:
-        if live.kind in ("params", "optimizer", "activations"):
-            (saved if live.kind == "activations" else rest)[live.module] += live.num_bytes
-    modules = dict.fromkeys((*sim.by_module, *rest, *saved))
-    spent = {module: sim.by_module.get(module, Spent()) for module in modules}
-    return tuple(
-        ModuleCost(m, spent[m].compute_s, dict(sorted(spent[m].exposed_s.items())), rest[m], saved[m]) for m in modules
-    )
-
-
-def _slower_by(sim: Simulation, won: Simulation) -> str:
-    compute, exposed = sim.compute_s - won.compute_s, sim.exposed_s - won.exposed_s
-    if compute >= exposed:
-        return f"{format_time(compute)} more computing"
-    return f"{format_time(exposed)} more waiting for collectives"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import combinations_with_replacement
+from itertools import combinations, combinations_with_replacement
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,9 +47,27 @@ class Choices:
         return [int(i) for i in order[self.time_s[order] <= shortest * (1 + slack)]]
 
 
+MANY = 5
+"""Of so many members of a class or more, only choices of at most two options are looked at: of a third one there would
+be little, since memory has two moments at which it may be short."""
+
+
 def num_choices(counts: Sequence[int], num_options: Sequence[int]) -> int:
     """How many choices there are."""
-    return math.prod(math.comb(n + k - 1, n) for n, k in zip(counts, num_options, strict=True))
+    return math.prod(
+        math.comb(n + k - 1, n) if n < MANY else k + math.comb(k, 2) * (n - 1)
+        for n, k in zip(counts, num_options, strict=True)
+    )
+
+
+def _ways(options: Sequence[int], count: int, num_options: int) -> tuple[tuple[int, ...], ...]:
+    """The counts of options that members of one class may take."""
+    if count < MANY:
+        taken = combinations_with_replacement(options, count)
+        return tuple(tuple(map(one.count, range(num_options))) for one in taken)
+    alone = [{option: count} for option in options]
+    pairs = [{a: n, b: count - n} for a, b in combinations(options, 2) for n in range(1, count)]
+    return tuple(tuple(way.get(i, 0) for i in range(num_options)) for way in (*alone, *pairs))
 
 
 def enumerate_choices(
@@ -63,8 +81,7 @@ def enumerate_choices(
         measures: for each class and option time, bytes when the forward ends, when the step ends, transient ones.
     """
     ways = [
-        tuple(tuple(map(taken.count, range(len(costs)))) for taken in combinations_with_replacement(options, count))
-        for count, options, costs in zip(counts, open_options, measures, strict=True)
+        _ways(options, count, len(costs)) for count, options, costs in zip(counts, open_options, measures, strict=True)
     ]
     tables = [np.array(costs, dtype=np.float64).T for costs in measures]
     numbers = [np.array(way, dtype=np.float64) for way in ways]

@@ -133,7 +133,7 @@ class JointGraph:
 
     def fingerprint(self) -> str:
         """A digest of the whole program: ops, arguments, shapes, dtypes, inputs and outputs."""
-        return graph_fingerprint(self.module.graph, f"{self.inputs}{self.outputs}")
+        return graph_fingerprint(self.module.graph, f"{self.inputs}{self.outputs}{self.runs or ''}")
 
 
 def drop_unread(graph: fx.Graph) -> None:

@@ -65,10 +65,17 @@ def find_layouts(joint: JointGraph, sizes: Sequence[int], ranks_per_node: int) -
 
 
 def two_axes(sizes: Sequence[int], ranks_per_node: int) -> list[tuple[int, int]]:
-    """The user's mesh as two axes, or the ways to factor a flat one with the inner axis inside a node."""
+    """The user's mesh as two axes, or the ways to factor a flat one with the inner axis inside a node.
+
+    Axes of a larger mesh that stand next to each other are taken together.  Where the inner axis would span nodes, the
+    mesh is also cut at the nodes.
+    """
     total = math.prod(sizes)
     if len(sizes) > 1:
-        return [(total // sizes[-1], sizes[-1])] if 1 < sizes[-1] < total else []
+        ways = [math.prod(sizes[i:]) for i in range(len(sizes) - 1, 0, -1)]
+        if sizes[-1] > ranks_per_node and total % ranks_per_node == 0:
+            ways.insert(0, ranks_per_node)
+        return [(total // inner, inner) for inner in dict.fromkeys(ways) if 1 < inner < total]
     widest = ranks_per_node if 1 < ranks_per_node < total else total // 2
     inner = [n for n in range(widest, 1, -1) if total % n == 0]
     return [(total // n, n) for n in inner[:_MAX_FACTORINGS]]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autopar.cluster import Cluster, budget_bytes
-from autopar.compiler import AUTO, Compiler
+from autopar.compiler import Compiler
 from autopar.cost_model.optimizers import OptimizerLike
 from autopar.errors import InputError, MeshError
 from autopar.frontier import Pareto, ParetoPoint, fastest_by_peak
@@ -21,6 +21,7 @@ from autopar.graph import JointGraph
 from autopar.infeasible import feasible_gb
 from autopar.mesh import parse_shape
 from autopar.plan import Plan
+from autopar.search import AUTO
 from autopar.signature import check_module, split_call
 from autopar.strategies import canonical_name
 
@@ -64,7 +65,7 @@ def plan(
     """
     name = AUTO if isinstance(strategy, Plan) or strategy == AUTO else canonical_name(strategy)
     settings = {"optimizer": optimizer, "batch_dims": batch_dims, "precision": precision, "accumulate": accumulate}
-    compiler, joint = _trace(model, cluster, mem_gb, example_inputs, mesh, name, settings)
+    compiler, joint = _trace(model, cluster, mem_gb, example_inputs, mesh, name, settings, whole=True)
     return compiler.given(joint, strategy) if isinstance(strategy, Plan) else compiler.plan(joint)
 
 
@@ -94,7 +95,7 @@ def pareto(
     """
     wanted = None if budgets is None else _budgets(budgets)
     settings = {"optimizer": optimizer, "batch_dims": batch_dims, "precision": precision, "accumulate": accumulate}
-    compiler, joint = _trace(model, cluster, None, example_inputs, mesh, AUTO, settings)
+    compiler, joint = _trace(model, cluster, None, example_inputs, mesh, AUTO, settings, whole=False)
     limits = None if wanted is None else [budget_bytes(gb, compiler.cluster) for gb in wanted]
     costs = [(p.simulation.memory.total, p.simulation.step_time_s) for p in compiler.candidates(joint)]
     smallest = min(peak_bytes for peak_bytes, _ in costs)
@@ -128,6 +129,7 @@ def _trace(
     mesh: MeshShape | None,
     strategy: str,
     settings: Mapping[str, Any],
+    whole: bool,
 ) -> tuple[Compiler, JointGraph]:
     check_module(model)
     described = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster)
@@ -135,7 +137,7 @@ def _trace(
     budget_bytes(mem_gb, described)  # refused before any work
     sizes = _mesh_sizes(described, mesh)
     compiler = Compiler(model, sizes, described, mem_gb, strategy, **settings)
-    return compiler, compiler.trace(args, kwargs, torch.is_grad_enabled())
+    return compiler, compiler.trace(args, kwargs, torch.is_grad_enabled(), whole=whole)
 
 
 def _mesh_sizes(cluster: Cluster, mesh: MeshShape | None) -> tuple[int, ...]:

@@ -23,13 +23,16 @@ def region_of(module: str, regions: Collection[str]) -> str | None:
 
 def find_regions(joint: JointGraph) -> tuple[str, ...]:
     """The regions of a model, in the order in which they run: its outermost numbered modules that have modules inside
-    (the blocks of a stack), the other children of the root, and the root itself, which comes last."""
+    (the blocks of a stack), the other children of the root, and the root itself, which comes last.  Of a folded graph,
+    the blocks of its runs are regions wherever they lie."""
+    folded = {block for run in joint.runs for held in run.held for block in run.units[held]}
     paths = list(dict.fromkeys(_module_paths(joint)))
     inner = {path[:i] for path in paths for i, letter in enumerate(path) if letter == "."}
     regions: dict[str, None] = {}
     for path in paths:
         holders = prefixes(path)
-        block = next((p for p in holders if p.rpartition(".")[2].isdigit() and p in inner), None)
+        numbered = (p for p in holders if p.rpartition(".")[2].isdigit() and p in inner)
+        block = next((p for p in holders if p in folded), next(numbered, None))
         regions[block or holders[0]] = None
     # A child that holds blocks is a region, too: what it runs outside of them is its own.
     return tuple({**regions, "": None})

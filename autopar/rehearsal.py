@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from autopar.cluster import Cluster, free_memory_bytes
-from autopar.compiler import AUTO, Compiler
+from autopar.compiler import Compiler
 from autopar.errors import InputError, MeshError, VerificationError
 from autopar.lifting import lift_joint, lift_program
 from autopar.mesh import parse_shape
 from autopar.plan import Plan
 from autopar.plan_file import check_plan_matches
 from autopar.runtime.control import ControlGroup
+from autopar.search import AUTO
 from autopar.show import format_bytes
 from autopar.signature import call_signature, check_module, find_batch_dims, flatten_inputs, split_call
 from autopar.single_device import Float64Throughout, in_float64

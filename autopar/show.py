@@ -52,13 +52,19 @@ def as_text(parts: Iterable[RenderableType], width: int = 120) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip("\n")
 
 
-def build_rows(joint: JointGraph, program: LocalProgram, describe_param: Callable[[str], str]) -> tuple[ModuleRow, ...]:
+def build_rows(
+    joint: JointGraph,
+    program: LocalProgram,
+    describe_param: Callable[[str], str],
+    copies: Callable[[str], Sequence[str]] = lambda module: (module,),
+) -> tuple[ModuleRow, ...]:
     """One row for each module that owns parameters or collectives, in the order in which they run, equal ones folded.
 
     Args:
         joint: the traced program; names the parameters, their shapes and the tied ones.
         program: the rewritten one; has the collectives and the shardings of activations.
         describe_param: a parameter's placement in a word or two, such as `column` or `shard(0)@dp`.
+        copies: the modules of the whole model that a module of a folded graph stands for.
 
     A folded row's collectives are those of one of its modules, its bytes those of all of them.
     """
@@ -82,7 +88,7 @@ def build_rows(joint: JointGraph, program: LocalProgram, describe_param: Callabl
     named = [module for module in dict.fromkeys([*order, *owned, *calls]) if module in owned or module in calls]
     rows = [
         (
-            module,
+            copy,
             (
                 _describe_params(owned.get(module, {})),
                 activations.get(module, ""),
@@ -92,6 +98,7 @@ def build_rows(joint: JointGraph, program: LocalProgram, describe_param: Callabl
             ),
         )
         for module in named
+        for copy in copies(module)
     ]
     return tuple(
         ModuleRow(module, count, params, activation, collectives, count * size)

@@ -85,7 +85,7 @@ def solve(problem: Problem, limit: float) -> Choice | None:
     return _solve(problem, limit, by_time=True)
 
 
-MAX_ENUMERATED = 200_000
+MAX_ENUMERATED = 500_000
 """Up to so many choices are all worked out; beyond, HiGHS solves."""
 
 

@@ -43,6 +43,7 @@ from autopar.layouts import MODES, find_layouts, storages
 from autopar.mesh import parse_shape
 from autopar.plan import RECOMPUTE_LEVELS, Plan
 from autopar.regions import find_regions, region_of
+from autopar.whole_plan import Split
 
 CLUSTERS = ("4xA100-80GB", "8xH100-80GB", "2x8 A100-80GB @ 400gbit", "2x2 cpu @ 100mbit")
 
@@ -207,11 +208,11 @@ class Remembering(Compiler):
 
     known: dict[object, Simulation] = field(default_factory=dict)
 
-    def _simulate(self, joint: JointGraph, plan: Plan) -> Simulation:
+    def _simulate(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Simulation:
         storage = tuple(plan.storage.items())
-        key = (plan.mesh, plan.factors, storage, frozenset(plan.recompute.items()), plan.delay_reduction)
+        key = (plan.mesh, plan.factors, storage, frozenset(plan.recompute.items()), plan.delay_reduction, splits)
         if key not in self.known:
-            self.known[key] = super()._simulate(joint, plan)
+            self.known[key] = super()._simulate(joint, plan, splits)
         return self.known[key]
 
 

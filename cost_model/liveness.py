@@ -215,8 +215,12 @@ class Liveness:
             return tuple(self._allocate(v, module, kind, born) for v in value)
         return None
 
+    def rounded(self, num_bytes: int) -> int:
+        """What the allocator gives for so many bytes."""
+        return -(-num_bytes // self.granularity) * self.granularity
+
     def _add(self, num_bytes: int, born: int, module: str, kind: str = TEMPORARY) -> Block:
-        block = Block(-(-num_bytes // self.granularity) * self.granularity, born, born, kind, module)
+        block = Block(self.rounded(num_bytes), born, born, kind, module)
         self.blocks.append(block)
         return block
 

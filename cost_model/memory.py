@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.cluster import Cluster
+from autopar.cost_model.folded import WHOLE, Copies, repeat_units
 from autopar.cost_model.layout import Layouts, layouts_of
 from autopar.cost_model.liveness import (
     ACTIVATION,
@@ -101,19 +102,22 @@ class MemoryProfile:
     live_at_end: tuple[LiveBytes, ...]
 
 
-def at_rest(program: LocalProgram, optimizer: OptimizerLike = "adamw") -> AtRest:
-    """What one rank holds between steps; the first rank's, which has the most where a dim does not divide."""
+def at_rest(program: LocalProgram, optimizer: OptimizerLike = "adamw", copies: Copies = WHOLE) -> AtRest:
+    """What one rank holds between steps; the first rank's, which has the most where a dim does not divide.
+
+    `copies` says how many units each unit of a folded program stands for.
+    """
     memory = find_optimizer(optimizer)
-    sizes = {InputKind.PARAM: 0, InputKind.BUFFER: 0}
+    sizes = {InputKind.PARAM: 0.0, InputKind.BUFFER: 0.0}
     for spec, node in placeholders(program.forward):
         if spec.kind in sizes:
-            sizes[spec.kind] += tensor_bytes(node.meta["val"])
-    trained = _trained(program).values()
+            sizes[spec.kind] += tensor_bytes(node.meta["val"]) * copies.number(owner_of(spec.path))
+    trained = [(tensor, copies.number(owner_of(path))) for path, tensor in _trained(program).items()]
     return AtRest(
-        params=sizes[InputKind.PARAM],
-        buffers=sizes[InputKind.BUFFER],
-        trained=sum(map(tensor_bytes, trained)),
-        optimizer=sum(map(memory.state_bytes, trained)),
+        params=round(sizes[InputKind.PARAM]),
+        buffers=round(sizes[InputKind.BUFFER]),
+        trained=round(sum(number * tensor_bytes(tensor) for tensor, number in trained)),
+        optimizer=round(sum(number * memory.state_bytes(tensor) for tensor, number in trained)),
     )
 
 
@@ -123,10 +127,12 @@ def memory_profile(
     optimizer: OptimizerLike = "adamw",
     layouts: Layouts | None = None,
     accumulate: int = 1,
+    copies: Copies = WHOLE,
 ) -> MemoryProfile:
     """Peak memory of one rank over forward, backward and optimizer step, with where it comes from.
 
-    `layouts` are the program's, if they were worked out before.  With `accumulate` micro-steps to one step of the
+    `layouts` are the program's, if they were worked out before, and `copies` say how many units each unit of a folded
+    program stands for.  With `accumulate` micro-steps to one step of the
     optimizer, it is the last of them that is profiled: the gradients of the earlier ones are alive throughout.
 
     Raises:
@@ -138,7 +144,9 @@ def memory_profile(
     if accumulate > 1 and program.backward is not None:
         liveness.follow_another()
     if trained := _trained(program):
-        _add_optimizer(liveness, trained, find_optimizer(optimizer))
+        _add_optimizer(liveness, trained, find_optimizer(optimizer), copies)
+    if copies.units:
+        repeat_units(liveness, program, copies)
     fixed, share = _reserve(program, cluster)
     parts = [
         MemoryParts(**moment, reserve=fixed + int(share * (moment[ACTIVATION] + moment[TEMPORARY])))
@@ -163,7 +171,9 @@ def _by_module(liveness: Liveness, step: int, reserve: int) -> tuple[LiveBytes, 
     return tuple(sorted((one for one in live if one.num_bytes), key=lambda one: (-one.num_bytes, one.module, one.kind)))
 
 
-def _add_optimizer(liveness: Liveness, trained: Mapping[str, torch.Tensor], memory: OptimizerMemory) -> None:
+def _add_optimizer(
+    liveness: Liveness, trained: Mapping[str, torch.Tensor], memory: OptimizerMemory, copies: Copies
+) -> None:
     """The optimizer's state, which is always there, and its step, which comes last."""
     last = len(liveness.steps)
     liveness.steps.append("optimizer:step")
@@ -171,7 +181,8 @@ def _add_optimizer(liveness: Liveness, trained: Mapping[str, torch.Tensor], memo
         num_bytes = memory.state_bytes(param, liveness.granularity)
         liveness.blocks.append(Block(num_bytes, 0, last, OPTIMIZER, owner_of(path)))
     largest = max(trained, key=lambda path: tensor_bytes(trained[path]))
-    step_bytes = memory.step_bytes(list(trained.values())) + NUMBERS_BYTES
+    numbers = [copies.number(owner_of(path)) for path in trained]
+    step_bytes = memory.step_bytes(list(trained.values()), numbers) + NUMBERS_BYTES
     liveness.blocks.append(Block(step_bytes, last, last, TEMPORARY, owner_of(largest)))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -105,12 +106,13 @@ class OptimizerMemory:
         )
         return sum(-(-size // granularity) * granularity for size in sizes)
 
-    def step_bytes(self, params: Sequence[torch.Tensor]) -> int:
-        """The most that the step's temporaries take, given the parameters in the order in which they are stepped."""
+    def step_bytes(self, params: Sequence[torch.Tensor], numbers: Iterable[float] = itertools.repeat(1)) -> int:
+        """The most that the step's temporaries take, given the parameters in the order in which they are stepped, and
+        how many such parameters each stands for."""
         together = peak = carried = 0.0
-        for param in params:
+        for param, number in zip(params, numbers, strict=False):
             footprint, num_bytes = self.footprint(param), param.numel() * param.element_size()
-            together += footprint.together * num_bytes
+            together += footprint.together * num_bytes * number
             peak = max(peak, carried + footprint.own * num_bytes)
             carried = footprint.carried * num_bytes
         return int(peak + together)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from autopar.cluster import Cluster, Link, axis_link
 from autopar.cost_model.collectives import collective_time
+from autopar.cost_model.folded import WHOLE, Copies
 from autopar.cost_model.fusion import fuse
 from autopar.cost_model.layout import Layouts, layouts_of
 from autopar.cost_model.memory import AtRest, LiveBytes, at_rest, memory_profile
@@ -91,6 +92,7 @@ def simulate(
     allow_tf32: bool = False,
     fused: bool = False,
     accumulate: int = 1,
+    copies: Copies = WHOLE,
 ) -> Simulation:
     """Predict time and memory of one step of a rewritten program.
 
@@ -101,6 +103,8 @@ def simulate(
         allow_tf32: whether float32 matmuls may use TF32 units.
         fused: whether the graphs are compiled, so that chains of pointwise ops are one kernel.
         accumulate: how many times forward and backward run before the optimizer's step; each reduces its gradients.
+        copies: how many units of the whole model each unit of a folded program stands for: predictions are then those
+            of the whole model, but `timeline`, and `by_module`, which is of one copy.
 
     Raises:
         MeshError: if mesh and cluster differ in size.
@@ -109,31 +113,39 @@ def simulate(
     optimizer = find_optimizer(optimizer)
     links = {axis: axis_link(cluster, program.mesh, axis) for axis in program.mesh.names}
     layouts = layouts_of(program)
-    clock = _Clock(program, cluster, links, layouts, allow_tf32, fused)
-    for graph in (program.forward, program.backward):
-        if graph is not None:
-            clock.run(graph.module.graph)
+    shares = {node.name: modules for node, modules in copies.shares(program).items()}
+    clock = _Clock(program, cluster, links, layouts, shares, allow_tf32, fused)
+    for graph in program.graphs:
+        clock.run(graph.module.graph)
     collectives = program.collectives()
-    priced_s = math.fsum(_price(c, program, links) for c in collectives)
+    prices_s = [_price(c, program, links) for c in collectives]
+    priced_s = math.fsum(prices_s)
     assert math.isclose(clock.collective_s, priced_s, rel_tol=1e-9), "the price is not that of the graph's collectives"
-    rest = at_rest(program, optimizer)
+    rest = at_rest(program, optimizer, copies)
     # Adding a gradient to the sum of earlier ones reads both and writes one.
     bytes_moved = optimizer_bytes(rest) + 3 * rest.trained * (accumulate - 1)
-    profile = memory_profile(program, cluster, optimizer, layouts, accumulate)
-    collective_bytes: Counter[str] = Counter()
-    for c in collectives:
-        collective_bytes[f"{c.kind}@{c.axis}"] += c.num_bytes * accumulate
-    compute_s = clock.compute_s * accumulate + bytes_moved / cluster.device.memory_bandwidth_bytes_s
+    profile = memory_profile(program, cluster, optimizer, layouts, accumulate, copies)
+    collective_bytes: dict[str, float] = {}
+    collective_s = 0.0
+    for c, price_s in zip(collectives, prices_s, strict=True):
+        number = copies.weight(shares.get(c.node, {c.module: 1})) * accumulate
+        kind = f"{c.kind}@{c.axis}"
+        collective_bytes[kind] = collective_bytes.get(kind, 0) + c.num_bytes * number
+        collective_s += price_s * number
     for spent in clock.by_module.values():
         spent.repeat(accumulate)
+    numbers = [(copies.number(module), spent) for module, spent in clock.by_module.items()]
+    compute_s = sum(n * spent.compute_s for n, spent in numbers)
+    compute_s += bytes_moved / cluster.device.memory_bandwidth_bytes_s
+    exposed_s = sum(n * sum(spent.exposed_s.values()) for n, spent in numbers)
     return Simulation(
-        step_time_s=compute_s + clock.exposed_s * accumulate,
+        step_time_s=compute_s + exposed_s,
         compute_s=compute_s,
-        collective_s=priced_s * accumulate,
-        exposed_s=clock.exposed_s * accumulate,
+        collective_s=collective_s,
+        exposed_s=exposed_s,
         memory=profile.peak,
         peak_at=profile.peak_at,
-        collective_bytes=dict(sorted(collective_bytes.items())),
+        collective_bytes={kind: round(number) for kind, number in sorted(collective_bytes.items())},
         timeline=profile.timeline,
         live_at_peak=profile.live_at_peak,
         live_after_forward=profile.live_after_forward,
@@ -173,6 +185,7 @@ class _Clock:
     cluster: Cluster
     links: Mapping[str, Link]
     layouts: Layouts
+    shares: Mapping[str, Mapping[str, float]]
     allow_tf32: bool
     fused: bool
     compute_s: float = 0.0
@@ -202,9 +215,15 @@ class _Clock:
             elif not is_free(node, self.layouts):
                 part = kernels.get(node)
                 self._compute(node, None if part is None else part.moved_bytes, part is None or part.is_kernel)
-                self._of(node.meta["module"]).compute_s += self.compute_s - before_s
+                for module, share in self._shares(node, node.meta["module"]):
+                    self._of(module).compute_s += (self.compute_s - before_s) * share
         for node, link in running.items():
             self._wait(node, link, by_name[node.name])
+
+    def _shares(self, node: fx.Node, module: str) -> Iterable[tuple[str, float]]:
+        """Whose time a node takes, and how much of it: its own module's, or that of the modules that it serves."""
+        shares = self.shares.get(node.name)
+        return ((module, 1.0),) if shares is None else shares.items()
 
     def _of(self, module: str) -> Spent:
         return self.by_module.setdefault(module, Spent())
@@ -246,8 +265,10 @@ class _Clock:
             left_s += running.work_s
             if running.node is node:
                 self.exposed_s += left_s
-                exposed_s, kind = self._of(collective.module).exposed_s, f"{collective.kind}@{collective.axis}"
-                exposed_s[kind] = exposed_s.get(kind, 0.0) + left_s
+                kind = f"{collective.kind}@{collective.axis}"
+                for module, share in self._shares(node, collective.module):
+                    exposed_s = self._of(module).exposed_s
+                    exposed_s[kind] = exposed_s.get(kind, 0.0) + left_s * share
                 self._advance(left_s)
                 return
 

@@ -29,6 +29,7 @@ from autopar.planner import plan_named
 from autopar.regions import find_regions, region_of
 from autopar.search import OPTIONS, _LayoutSearch
 from autopar.strategies import STRATEGIES
+from autopar.whole_plan import Split
 from tests.programs import Subject, subject
 from tests.tiny_models import TinyGpt, token_batch
 
@@ -64,13 +65,13 @@ class Remembering(Compiler):
     """A compiler that simulates equal plans once, so that brute force pays only for what the planner left out."""
 
     def simulation(self, joint: JointGraph, plan: Plan) -> Simulation:
-        return self._simulate(joint, plan)
+        return self._simulate(joint, plan, ())
 
-    def _simulate(self, joint: JointGraph, plan: Plan) -> Simulation:
-        key = (plan.mesh, plan.factors, tuple(plan.storage.items()), frozenset(plan.recompute.items()))
+    def _simulate(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Simulation:
+        key = (plan.mesh, plan.factors, tuple(plan.storage.items()), frozenset(plan.recompute.items()), splits)
         known = self.__dict__.setdefault("known", {})
         if (key, plan.delay_reduction) not in known:
-            known[key, plan.delay_reduction] = super()._simulate(joint, plan)
+            known[key, plan.delay_reduction] = super()._simulate(joint, plan, splits)
         simulation: Simulation = known[key, plan.delay_reduction]
         return simulation
 
@@ -180,7 +181,7 @@ def test_the_searched_plans_compute_what_a_single_device_does(tiny: Subject, siz
     """Of each layout a plan with all options mixed over the regions, and one that is the same everywhere."""
     draw, used = random.Random(len(sizes)), set()
     for i, layout in enumerate(find_layouts(tiny.joint, sizes, sizes[-1])):
-        space = _LayoutSearch(tiny.joint, layout, lambda _: pytest.fail("nothing is priced here"))
+        space = _LayoutSearch(tiny.joint, layout, lambda *_: pytest.fail("nothing is priced here"))
         uniform = dict.fromkeys(space.regions, OPTIONS[i % len(OPTIONS)])
         mixed = {region: draw.choice(OPTIONS) for region in space.regions}
         for options in (uniform, mixed):

@@ -1,0 +1,108 @@
+"""What is reported of a plan: its predictions, its rows, and the candidates beside it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from autopar.cost_model.folded import Copies
+from autopar.cost_model.simulate import Simulation, Spent
+from autopar.describe import describe_params
+from autopar.explain import CHOSEN
+from autopar.factors import analyse
+from autopar.graph import JointGraph, Run
+from autopar.plan import Candidate, ModuleCost, PlanReport
+from autopar.program import LocalProgram
+from autopar.search import AUTO, Priced
+from autopar.show import build_rows, format_bytes, format_time
+from autopar.whole_plan import copies_of
+
+
+def plan_report(
+    joint: JointGraph, program: LocalProgram, best: Priced, priced: Sequence[Priced], runs: Sequence[Run], budget: int
+) -> PlanReport:
+    """The report on the best of the simulated plans; cluster, precision and accumulation are left to the caller.
+
+    Args:
+        joint: the graph that `best` is a plan of.
+        program: that of `best`.
+        best: one of `priced`.
+        priced: every plan that was simulated, each of the graph or of the folded one from which it came.
+        runs: the folded graph's.
+        budget: bytes on one device.
+    """
+    sim = best.simulation
+    words = describe_params(joint, best.plan)
+    searched = [p for p in priced if p.plan.strategy == AUTO]
+    fitting = [p for p in searched if p.simulation.memory.total <= budget] or searched
+    first = min(fitting, key=lambda p: p.simulation.step_time_s, default=best)
+    named = [p for p in priced if p.plan.strategy != AUTO or p is best or p is first]
+    copies = copies_of(joint.runs, best.splits)
+    return PlanReport(
+        cluster="",
+        budget_bytes=budget,
+        step_time_s=sim.step_time_s,
+        compute_s=sim.compute_s,
+        exposed_s=sim.exposed_s,
+        memory=sim.memory,
+        rows=build_rows(joint, program, words.__getitem__, copies),
+        candidates=tuple(_candidate(p, best, budget, runs) for p in named),
+        collective_bytes=sim.collective_bytes,
+        num_searched=len(priced),
+        bound_s=min(p.simulation.compute_s for p in priced),
+        replicated_ops=replicated_ops(joint),
+    )
+
+
+def replicated_ops(joint: JointGraph) -> dict[str, int]:
+    """Ops without a sharding rule, and how often they occur in the whole model."""
+    copies = Copies.of_runs(joint.runs)
+    found: Counter[str] = Counter()
+    for node in analyse(joint).replicated:
+        found[str(node.target)] += copies.number(node.meta["module"])  # type: ignore[assignment]  # halves add up
+    return {name: round(number) for name, number in found.items()}
+
+
+def _candidate(priced: Priced, best: Priced, budget: int, runs: Sequence[Run]) -> Candidate:
+    sim, won = priced.simulation, best.simulation
+    if priced is best:
+        verdict = CHOSEN
+    elif sim.memory.total > budget:
+        verdict = f"over the budget by {format_bytes(sim.memory.total - budget)}"
+    elif sim.step_time_s > won.step_time_s:
+        verdict = f"{format_time(sim.step_time_s - won.step_time_s)} slower: {_slower_by(sim, won)}"
+    else:
+        verdict = f"as fast, {format_bytes(sim.memory.total - won.memory.total)} more memory"
+    return Candidate(
+        priced.plan.strategy,
+        str(priced.plan.mesh),
+        sim.step_time_s,
+        sim.compute_s,
+        sim.exposed_s,
+        sim.memory.total,
+        verdict,
+        _module_costs(priced, runs if priced.splits else ()),
+    )
+
+
+def _module_costs(priced: Priced, runs: Sequence[Run]) -> tuple[ModuleCost, ...]:
+    sim, copies = priced.simulation, copies_of(runs, priced.splits)
+    rest: Counter[str] = Counter()
+    saved: Counter[str] = Counter()
+    for live in sim.live_after_forward:
+        if live.kind in ("params", "optimizer", "activations"):
+            (saved if live.kind == "activations" else rest)[live.module] += live.num_bytes
+    costs = []
+    for held in dict.fromkeys((*sim.by_module, *rest, *saved)):
+        spent, paths = sim.by_module.get(held, Spent()), copies(held)
+        waits: Mapping[str, float] = dict(sorted(spent.exposed_s.items()))
+        rests, keeps = rest[held] // len(paths), saved[held] // len(paths)
+        costs += [ModuleCost(path, spent.compute_s, waits, rests, keeps) for path in paths]
+    return tuple(costs)
+
+
+def _slower_by(sim: Simulation, won: Simulation) -> str:
+    compute, exposed = sim.compute_s - won.compute_s, sim.exposed_s - won.exposed_s
+    if compute >= exposed:
+        return f"{format_time(compute)} more computing"
+    return f"{format_time(exposed)} more waiting for collectives"
