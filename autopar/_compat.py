@@ -76,6 +76,7 @@ __all__ = [
     "dtensor_like",
     "fake_process_group",
     "fsdp_memory_peaks",
+    "grouped_mm",
     "is_value_read",
     "new_fake_mode",
     "shares_storage",
@@ -87,6 +88,10 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
 ]
+
+
+grouped_mm = torch._grouped_mm
+"""What `torch.nn.functional.grouped_mm` calls, and so what a `TorchFunctionMode` sees."""
 
 
 def new_fake_mode(allow_value_reads: bool = True) -> FakeTensorMode:

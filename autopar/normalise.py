@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar import batch_norm
+from autopar import batch_norm, grouped
 from autopar._compat import OpOverload, core_decompositions, detect_fake_mode
 from autopar.graph import JointGraph
 
@@ -107,6 +107,14 @@ def decompose_batch_ops(graph: fx.Graph) -> None:
             replace_by_function(node, decomposition)
 
 
+def unify_grouped_products(graph: fx.Graph) -> None:
+    """Replace grouped products, whoever's ops they are, by autopar's own."""
+    for node in _calls(graph):
+        definition = grouped.definition_of(node)
+        if definition is not None:
+            replace_by_function(node, definition)
+
+
 def decompose_means(graph: fx.Graph) -> None:
     """Replace a mean by a sum and a division by the global count."""
     for node in _calls(graph):
@@ -177,6 +185,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     drop_assertions,
     drop_no_ops,
     cancel_transposes,
+    unify_grouped_products,
     decompose_batch_ops,  # before the means: some losses become one
     decompose_means,
     drop_no_ops,  # what the decompositions left

@@ -51,6 +51,8 @@ class OpRule:
         lookup: factor -> position of the integer input that indexes it.  Cut such a factor and each rank looks up only
         what it
             holds; the rewrite shifts and masks the indices.
+        groups: factor -> position of the integer input that says where groups of its positions end.  Cut it and the
+            rewrite shifts the ends to each rank's own positions.
     """
 
     inputs: tuple[Dims, ...]
@@ -60,6 +62,11 @@ class OpRule:
     reduce: Mapping[str, str] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
     lookup: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
+
+    def is_range(self, factor: str) -> bool:
+        """Whether a rank must hold consecutive positions of `factor`, as integers count them."""
+        return factor in self.lookup or factor in self.groups
 
     def occurrences(self, factor: str, dims: Dims) -> tuple[int, int] | None:
         """Where `factor` lies in a tensor: its dim, and the product of the factors outside it in that dim."""
@@ -180,7 +187,7 @@ def overloads_of(op: Any) -> list[Any]:
 
 def rule_for(node: fx.Node) -> OpRule | None:
     """The rule of a call, or None if the op has none and must run whole on every rank."""
-    from autopar import rules_attention, rules_compute, rules_image, rules_scatter, rules_view  # noqa: F401  (fill it)
+    from autopar import grouped, rules_attention, rules_compute, rules_image, rules_scatter, rules_view  # noqa: F401
 
     op: Any = node.target
     if not isinstance(op, OpOverload):
@@ -202,6 +209,7 @@ def build(
     reduce: Mapping[str, str] | None = None,
     linear: Iterable[Iterable[str]] = (),
     lookup: Mapping[str, str] | None = None,
+    groups: Mapping[str, str] | None = None,
 ) -> OpRule:
     """Bind a rule to a call: dims are given per argument *name* (a list of them for a list of tensors), and checked
     against the real shapes.  An argument that is left out is taken as whole; `known` gives sizes of factors that
@@ -235,6 +243,7 @@ def build(
         dict(reduce or {}),
         tuple(frozenset(p for name in group for p in positions.get(name, ())) for group in linear),
         {factor: positions[name][0] for factor, name in (lookup or {}).items()},
+        {factor: positions[name][0] for factor, name in (groups or {}).items()},
     )
 
 

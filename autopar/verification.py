@@ -11,7 +11,8 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import tree_map
+from autopar import grouped
+from autopar._compat import grouped_mm, tree_map
 from autopar.cost_model.ops import count_flops
 from autopar.errors import BatchError, InputError, VerificationError
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
@@ -215,7 +216,8 @@ _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
 
 class Float64Throughout(TorchFunctionMode):
-    """Lifts the casts that a model makes to a lower precision (`logits.float()`) to float64.
+    """Lifts the casts that a model makes to a lower precision (`logits.float()`) to float64, and computes grouped
+    products, which have no kernel for it, by their definition.
 
     Otherwise one such cast would bring float32's rounding, which depends on the order of a sum, into a comparison that
     is meant to be free of it.
@@ -227,6 +229,8 @@ class Float64Throughout(TorchFunctionMode):
 
         if func in _CASTS:
             return args[0].to(torch.float64)
+        if func is grouped_mm:
+            return grouped.multiply_in_any_dtype(*args, **(kwargs or {}))
         return func(*map(lift, args), **{name: lift(value) for name, value in (kwargs or {}).items()})
 
 

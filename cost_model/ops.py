@@ -220,6 +220,11 @@ def _contraction_shape(node: fx.Node, left: int) -> tuple[int, int, int, int, in
     return batch, m, total // max(1, batch * m), k, operand.element_size()
 
 
+def _grouped_product(node: fx.Node, dims: Dims) -> Terms:
+    """Each row meets its group's matrix, or each pair of columns meets in its group's rows."""
+    return [(2, (*dims(_operand(node, 0)), dims(node)[-1]))]
+
+
 def _convolution(node: fx.Node, dims: Dims) -> Terms:
     """Each position of the output (of the input, when transposed) meets one filter of `weight[0]`'s size."""
     positions = dims(_operand(node, 0)) if node.args[6] else dims(node)
@@ -277,6 +282,7 @@ _CONTRACTIONS = {
 
 _FLOPS: dict[str, Callable[[fx.Node, Dims], Terms]] = {
     **{name: _contraction(left) for name, left in _CONTRACTIONS.items()},
+    "autopar::grouped_mm": _grouped_product,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     **dict.fromkeys(_ATTENTION_FORWARD, _attention),

@@ -218,7 +218,7 @@ class _Ops:
         return best[1] if best else None
 
     def _divides(self, rule: OpRule, cut: Cut, size: int, axis: int, earlier: Sequence[Cut | None]) -> bool:
-        if cut.factor in rule.lookup and cut.split != 1:
+        if rule.is_range(cut.factor) and cut.split != 1:
             return False  # a lookup needs one consecutive range of the table per rank
         taken = math.prod(n for c, n in zip(earlier, self.mesh.sizes, strict=False) if c == cut)
         return size % (taken * self.mesh.sizes[axis]) == 0

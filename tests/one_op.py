@@ -100,7 +100,7 @@ def legal_cuts(rule: OpRule, num_ranks: int) -> Iterator[Cut]:
             if (
                 factor not in rule.whole
                 and size % (split * num_ranks) == 0
-                and (split == 1 or factor not in rule.lookup)
+                and (split == 1 or not rule.is_range(factor))
             ):
                 yield Cut(factor, split)
 

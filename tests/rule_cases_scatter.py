@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from rule_cases import Case, Random, case, f, i, whole
 
+from autopar import grouped  # noqa: F401  (registers an op and its rule)
+
 aten = torch.ops.aten
 C128 = torch.complex128
 
@@ -14,7 +16,15 @@ def cx(*shape: int) -> Random:
     return Random(shape, dtype=C128)
 
 
+def ends(*positions: int) -> torch.Tensor:
+    """Where groups of rows end."""
+    return torch.tensor(positions, dtype=torch.int32)
+
+
 SCATTERS: list[Case] = [
+    case(torch.ops.autopar.grouped_mm.default, f(12, 6), f(4, 6, 2), ends(3, 3, 7, 12)),
+    case(torch.ops.autopar.grouped_mm.default, f(6, 2), f(3, 2, 6), ends(0, 6, 6)),
+    case(torch.ops.autopar.grouped_mm.default, f(2, 12), f(12, 6), ends(3, 3, 7, 12)),
     case(aten.sort.default, f(6, 5), -1),
     case(aten.sort.stable, f(5, 6), stable=True, dim=0),
     case(aten.topk.default, f(6, 5), 2),
