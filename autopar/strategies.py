@@ -33,7 +33,7 @@ from autopar.mesh import Mesh
 from autopar.passes.decompose import DECOMPOSITIONS
 from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard
 from autopar.plan import FactorRef, Plan, Storage
-from autopar.rules import is_look_or_cast
+from autopar.rules import OpRule, is_look_or_cast
 
 STRATEGIES = ("replicate", "ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "tp+sp", "fsdp+tp")
 """The named strategies, simplest first."""
@@ -214,7 +214,7 @@ Group = list[tuple[FactorRef, Factor, fx.Node]]
 def _factor_groups(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) -> dict[str, Group]:
     """Divisible factors of parameters of two dims or more, grouped by where they occur with layer numbers left out."""
     blocked = _factors_kept_whole(analysis)
-    matmul_params = _multiplied_params(joint)
+    matmul_params = _multiplied_params(joint, analysis)
     occurrences: dict[int, Group] = {}
     for path, node in joint.param_nodes().items():
         if node.meta["val"].dim() < 2:
@@ -257,19 +257,29 @@ def _factors_kept_whole(analysis: FactorAnalysis) -> set[int]:
 _aten = torch.ops.aten
 
 
-def _multiplied_params(joint: JointGraph) -> set[fx.Node]:
-    """Parameters that reach a matrix product through views and casts."""
-    products = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+def _multiplied_params(joint: JointGraph, analysis: FactorAnalysis) -> set[fx.Node]:
+    """Parameters that reach a product, such as a matrix product or a convolution, through views and casts."""
     out = set()
     for node in joint.param_nodes().values():
         seen = [node]
         for value in seen:
             for user in value.users:
-                if user.target in products:
+                rule = analysis.rules.get(user)
+                if rule is not None and _contracts(rule, analysis.operands[user].index(value)):
                     out.add(node)
                 elif user not in seen and is_look_or_cast(user):
                     seen.append(user)
     return out
+
+
+def _contracts(rule: OpRule, operand: int) -> bool:
+    """Whether an op sums over a factor that this operand and another one have."""
+    ours, *others = (
+        {name for group in dims for name in group}
+        for dims in (rule.inputs[operand], *rule.inputs[:operand], *rule.inputs[operand + 1 :])
+    )
+    results = {name for dims in rule.outputs for group in dims for name in group}
+    return any((ours & other) - results for other in others)
 
 
 def _table_worth_cutting(joint: JointGraph, node: fx.Node) -> bool:
