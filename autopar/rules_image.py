@@ -1,4 +1,5 @@
-"""Rules of convolutions, pooling, resampling and group norm: batch and channels may be cut, positions stay whole."""
+"""Rules of convolutions, pooling, resampling and group norm: batch, channels or groups of channels may be cut, positions
+stay whole."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ def _positions(letter: str, count: int) -> Dims:
 def _convolution_terms(call: Call) -> tuple[Dims, Dims, Dims, list[str]]:
     """Dims of input, weight and output, and the factors that stay whole.
 
-    With several groups a group's channels are a factor inside the channel dim; the op's argument counts the groups, so
-    channels are cut only where there is one.
+    With several groups a group's channels are a factor inside the channel dim, and only the groups are cut: the rewrite
+    sets the argument that counts them.
     """
     num = len(call["stride"])
     here, taps, there = _positions("x", num), _positions("k", num), _positions("y", num)
@@ -27,7 +28,7 @@ def _convolution_terms(call: Call) -> tuple[Dims, Dims, Dims, list[str]]:
     rows, columns = (("c",), ("o",)) if call["transposed"] else (("o",), ("c",))
     weight: Dims = ((*group, *rows), columns, *taps)
     source: Dims = (("n",), (*group, "c"), *here)
-    return source, weight, (("n",), (*group, "o"), *there), [*whole, "g", "c", "o"] if group else whole
+    return source, weight, (("n",), (*group, "o"), *there), [*whole, "c", "o"] if group else whole
 
 
 @derives(aten.convolution)
@@ -154,12 +155,13 @@ def pixel_shuffle(call: Call) -> OpRule:
 
 @derives(aten.native_group_norm.default)
 def group_norm(call: Call) -> OpRule:
-    """Images may be cut; a group's channels and positions are normalised together."""
+    """Images and groups may be cut; a group's channels and positions are normalised together."""
     rank = len(call.shape("input"))
     rest = _positions("x", rank - 2)
-    image: Dims = (("n",), ("c",), *rest)
-    inputs: dict[str, Dims | list[Dims]] = {"input": image, "weight": (("c",),), "bias": (("c",),)}
-    whole = ["c", "g", *(name for (name,) in rest)]
+    channels: tuple[str, ...] = ("g", "c")
+    image: Dims = (("n",), channels, *rest)
+    inputs: dict[str, Dims | list[Dims]] = {"input": image, "weight": (channels,), "bias": (channels,)}
+    whole = ["c", *(name for (name,) in rest)]
     return build(call, inputs, [image, (("n",), ("g",)), (("n",), ("g",))], whole=whole)
 
 
@@ -168,15 +170,16 @@ def group_norm_backward(call: Call) -> OpRule:
     """The gradients of weight and bias sum over images."""
     rank = len(call.shape("input"))
     rest = _positions("x", rank - 2)
-    image: Dims = (("n",), ("c",), *rest)
+    channels: tuple[str, ...] = ("g", "c")
+    image: Dims = (("n",), channels, *rest)
     statistics: Dims = (("n",), ("g",))
     inputs: dict[str, Dims | list[Dims]] = {
         "grad_out": image,
         "input": image,
         "mean": statistics,
         "rstd": statistics,
-        "weight": (("c",),),
+        "weight": (channels,),
     }
-    dims: tuple[Dims, ...] = (image, (("c",),), (("c",),))
+    dims: tuple[Dims, ...] = (image, (channels,), (channels,))
     outs = [d if isinstance(v, torch.Tensor) else () for d, v in zip(dims, call.outputs, strict=True)]
-    return build(call, inputs, outs, whole=["c", "g", *(name for (name,) in rest)])
+    return build(call, inputs, outs, whole=["c", *(name for (name,) in rest)])

@@ -127,13 +127,25 @@ def _embedding_backward(node: fx.Node, call: Call, shape: Sequence[int]) -> None
     set_arguments(node, call, num_weights=shape[0])
 
 
+def _num_groups(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    if call["groups"] > 1:
+        set_arguments(node, call, groups=_share(call["groups"], call["input"]))
+
+
 def _bias_size(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    _num_groups(node, call, shape)
     if call["bias_sizes"] is not None:
         set_arguments(node, call, bias_sizes=[int(call["grad_output"].meta["val"].shape[1])])
 
 
-def _num_images(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
-    set_arguments(node, call, N=int(call["input"].meta["val"].shape[0]))
+def _group_norm(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    images, channels, *_ = call["input"].meta["val"].shape
+    set_arguments(node, call, N=int(images), C=int(channels), group=_share(call["group"], call["input"]))
+
+
+def _share(num_groups: int, image: fx.Node) -> int:
+    """How many of an image's groups of channels are here."""
+    return num_groups * int(image.meta["val"].shape[1]) // int(image.meta["global_shape"][1])
 
 
 def _input_size(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
@@ -164,9 +176,10 @@ _RESIZERS: dict[Any, Resizer] = {
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
+    aten.convolution.default: _num_groups,
     aten.convolution_backward.default: _bias_size,
-    aten.native_group_norm.default: _num_images,
-    aten.native_group_norm_backward.default: _num_images,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm,
     aten.upsample_nearest1d_backward.default: _input_size,
     aten.upsample_nearest2d_backward.default: _input_size,
     aten.upsample_nearest3d_backward.default: _input_size,
