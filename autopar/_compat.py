@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch._decomp import get_decompositions
+from torch._decomp import decomposition_table, get_decompositions
 from torch._export.utils import _compiling_state_context
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
@@ -79,6 +79,7 @@ __all__ = [
     "grouped_mm",
     "is_value_read",
     "new_fake_mode",
+    "registered_decomposition",
     "shares_storage",
     "storage_id",
     "tree_flatten",
@@ -168,6 +169,11 @@ def broadcast_coalesced(group: dist.ProcessGroup | None, tensors: list[torch.Ten
 def core_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
     """PyTorch's own definitions of the given op packets in simpler ops, by overload."""
     return dict(get_decompositions(ops))
+
+
+def registered_decomposition(op: OpOverload) -> Callable[..., Any] | None:
+    """PyTorch's own definition of an op, if it has one."""
+    return decomposition_table.get(op)
 
 
 def shares_storage(left: torch.Tensor, right: torch.Tensor) -> bool:

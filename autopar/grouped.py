@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from autopar.rules import Call, OpRule, build, derives
 
@@ -105,20 +105,17 @@ def _by_rows(self: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
     return product
 
 
-_DEFINITIONS: dict[str, Callable[..., Any]] = {
-    "aten::_grouped_mm": _by_rows,
+def _plain(call: Call) -> Callable[..., Any] | None:
+    """`aten._grouped_mm` without options of its own."""
+    plain = call["offs"] is not None and call["bias"] is None and call["out_dtype"] is None
+    return _by_rows if plain else None
+
+
+DEFINITIONS: dict[str, Callable[[Call], Callable[..., Any] | None]] = {
+    "aten::_grouped_mm": _plain,
     # What Hugging Face's experts call while they are traced.
-    "transformers::grouped_mm_fallback": grouped_mm,
-    "transformers::grouped_mm_fallback_backward": _gradients,
+    "transformers::grouped_mm_fallback": lambda call: grouped_mm,
+    "transformers::grouped_mm_fallback_backward": lambda call: _gradients,
 }
-
-
-def definition_of(node: fx.Node) -> Callable[..., Any] | None:
-    """What a grouped product is in terms of `grouped_mm`; None for other ops, and for one with options of its own."""
-    schema = getattr(node.target, "_schema", None)
-    definition = _DEFINITIONS.get(schema.name) if schema is not None else None
-    if definition is _by_rows:
-        call = Call(node)
-        if call["offs"] is None or call["bias"] is not None or call["out_dtype"] is not None:
-            return None
-    return definition
+"""Grouped products of PyTorch and of libraries in terms of `grouped_mm`, by the op's name; None for a call that is
+something else."""

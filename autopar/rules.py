@@ -187,16 +187,32 @@ def overloads_of(op: Any) -> list[Any]:
 
 def rule_for(node: fx.Node) -> OpRule | None:
     """The rule of a call, or None if the op has none and must run whole on every rank."""
-    from autopar import grouped, rules_attention, rules_compute, rules_image, rules_scatter, rules_view  # noqa: F401
+    deriver = _deriver(node.target)
+    is_tensor = isinstance(node.meta["val"], (torch.Tensor, tuple, list))
+    return deriver(Call(node)) if deriver and is_tensor else None
 
-    op: Any = node.target
+
+def has_rule(op: object) -> bool:
+    """Whether calls of an op have a rule."""
+    return _deriver(op) is not None
+
+
+def _deriver(op: object) -> Deriver | None:
+    from autopar import (  # noqa: F401  (each fills the table)
+        grouped,
+        rules_attention,
+        rules_batched,
+        rules_compute,
+        rules_image,
+        rules_scatter,
+        rules_view,
+    )
+
     if not isinstance(op, OpOverload):
         return None
     name = op.name().removesuffix(".default")  # type: ignore[no-untyped-call]
     deriver = _USER_RULES.get(name) or _DERIVERS.get(op)
-    if deriver is None and torch.Tag.pointwise in op.tags and isinstance(node.meta["val"], (torch.Tensor, tuple, list)):
-        deriver = rules_compute.pointwise
-    return deriver(Call(node)) if deriver else None
+    return deriver or (rules_compute.pointwise if torch.Tag.pointwise in op.tags else None)
 
 
 def build(

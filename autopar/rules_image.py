@@ -1,5 +1,4 @@
-"""Rules of convolutions, pooling, resampling and group norm: batch, channels or groups of channels may be cut, positions
-stay whole."""
+"""Rules of convolutions, pooling, resampling and group norm: batch and channels may be cut, positions stay whole."""
 
 from __future__ import annotations
 
@@ -93,8 +92,10 @@ def _num_positions(call: Call) -> int:
     aten.upsample_nearest1d.default,
     aten.upsample_nearest2d.default,
     aten.upsample_nearest3d.default,
+    aten.upsample_linear1d.default,
     aten.upsample_bilinear2d.default,
     aten.upsample_bicubic2d.default,
+    aten.upsample_trilinear3d.default,
 )
 def by_channel(call: Call) -> OpRule:
     """Pooling, padding and resampling of each channel; indices count positions within a channel."""
@@ -113,8 +114,10 @@ def by_channel(call: Call) -> OpRule:
     aten.adaptive_max_pool3d_backward.default,
     aten.reflection_pad1d_backward.default,
     aten.reflection_pad2d_backward.default,
+    aten.reflection_pad3d_backward.default,
     aten.replication_pad1d_backward.default,
     aten.replication_pad2d_backward.default,
+    aten.replication_pad3d_backward.default,
 )
 def by_channel_backward(call: Call) -> OpRule:
     """The gradient of the input of such an op."""
@@ -129,13 +132,51 @@ def by_channel_backward(call: Call) -> OpRule:
     aten.upsample_nearest1d_backward.default,
     aten.upsample_nearest2d_backward.default,
     aten.upsample_nearest3d_backward.default,
+    aten.upsample_linear1d_backward.default,
     aten.upsample_bilinear2d_backward.default,
     aten.upsample_bicubic2d_backward.default,
+    aten.upsample_trilinear3d_backward.default,
 )
 def resample_backward(call: Call) -> OpRule:
     """The gradient of a resampled image, whose size is an argument."""
     result, source, whole = _by_channel(call, "grad_output", _num_positions(call))
     return build(call, {"grad_output": result}, [source], whole=whole, linear=[["grad_output"]])
+
+
+def _sampled(call: Call) -> tuple[Dims, Dims, Dims]:
+    """Dims of an image, of the grid of places at which it is sampled, and of the samples."""
+    num = len(call.shape("input")) - 2
+    there = _positions("y", num)
+    return (("n",), ("c",), *_positions("x", num)), (("n",), *there, ("place",)), (("n",), ("c",), *there)
+
+
+@derives(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+def grid_sample(call: Call) -> OpRule:
+    """Each place of the grid is looked at in all channels of the whole image."""
+    image, grid, samples = _sampled(call)
+    whole = ["place", *(name for (name,) in image[2:])]
+    return build(call, {"input": image, "grid": grid}, [samples], whole=whole, linear=[["input"]])
+
+
+@derives(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
+def grid_sample_backward(call: Call) -> OpRule:
+    """Gradients of the image, summed over the places, and of the grid, summed over the channels."""
+    image, grid, samples = _sampled(call)
+    inputs: dict[str, Dims | list[Dims]] = {"grad_output": samples, "input": image, "grid": grid}
+    outs = [dims if asked else () for dims, asked in zip((image, grid), call["output_mask"], strict=True)]
+    return build(call, inputs, outs, whole=["place", *(name for (name,) in image[2:])], linear=[["grad_output"]])
+
+
+@derives(aten.im2col.default, aten.col2im.default)
+def windows(call: Call) -> OpRule:
+    """Windows of an image, one below another in the channel dim, and back."""
+    unfolds = "im2col" in str(call.op._schema.name)
+    lead = tuple((f,) for f in names(len(call.shape("self")) - (3 if unfolds else 2)))
+    image: Dims = (*lead, ("c",), ("x0",), ("x1",))
+    columns: Dims = (*lead, ("c", "k"), ("l",))
+    taps = {"k": int(call["kernel_size"][0]) * int(call["kernel_size"][1])}
+    source, result = (image, columns) if unfolds else (columns, image)
+    return build(call, {"self": source}, [result], known=taps, whole=["k", "l", "x0", "x1"], linear=[["self"]])
 
 
 @derives(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)

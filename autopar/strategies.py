@@ -27,13 +27,13 @@ import torch
 from torch import fx
 
 from autopar.errors import InputError, MeshError
-from autopar.factors import Factor, FactorAnalysis
+from autopar.factors import Factor, FactorAnalysis, source_of
 from autopar.graph import JointGraph
 from autopar.mesh import Mesh
 from autopar.passes.decompose import DECOMPOSITIONS
 from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard
 from autopar.plan import FactorRef, Plan, Storage
-from autopar.rules import OpRule, is_look_or_cast
+from autopar.rules import OpRule
 
 STRATEGIES = ("replicate", "ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "tp+sp", "fsdp+tp")
 """The named strategies, simplest first."""
@@ -258,18 +258,22 @@ _aten = torch.ops.aten
 
 
 def _multiplied_params(joint: JointGraph, analysis: FactorAnalysis) -> set[fx.Node]:
-    """Parameters that reach a product, such as a matrix product or a convolution, through views and casts."""
-    out = set()
-    for node in joint.param_nodes().values():
-        seen = [node]
-        for value in seen:
-            for user in value.users:
-                rule = analysis.rules.get(user)
-                if rule is not None and _contracts(rule, analysis.operands[user].index(value)):
-                    out.add(node)
-                elif user not in seen and is_look_or_cast(user):
-                    seen.append(user)
+    """Parameters that reach a product, such as a matrix product or a convolution: themselves, in another shape, some
+    rows of them, or what is computed from parameters alone (a weight norm)."""
+    made_of: dict[fx.Node, frozenset[fx.Node]] = {p: frozenset((p,)) for p in joint.param_nodes().values()}
+    out: set[fx.Node] = set()
+    for node, rule in analysis.rules.items():
+        operands = analysis.operands[node]
+        sources = [made_of.get(source_of(n)[0]) for n in operands]
+        contracted = [params for i, params in enumerate(sources) if params and _contracts(rule, i)]
+        out.update(*contracted)
+        data = (n for n, params in zip(operands, sources, strict=True) if params is None)
+        if not contracted and not rule.lookup and all(n.meta["val"].dtype in _INTEGERS for n in data):
+            made_of[node] = frozenset().union(*(params for params in sources if params))
     return out
+
+
+_INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
 def _contracts(rule: OpRule, operand: int) -> bool:

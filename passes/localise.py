@@ -119,7 +119,7 @@ def _slice_backward(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
     set_arguments(node, call, input_sizes=list(shape), start=start, end=end)
 
 
-def _select_backward(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+def _input_sizes(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
     set_arguments(node, call, input_sizes=list(shape))
 
 
@@ -174,7 +174,9 @@ _RESIZERS: dict[Any, Resizer] = {
     aten.split_with_sizes.default: _split,
     aten.slice.Tensor: _slice,
     aten.slice_backward.default: _slice_backward,
-    aten.select_backward.default: _select_backward,
+    aten.select_backward.default: _input_sizes,
+    aten.diagonal_backward.default: _input_sizes,
+    aten.unfold_backward.default: _input_sizes,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.convolution.default: _num_groups,
     aten.convolution_backward.default: _bias_size,
@@ -183,6 +185,8 @@ _RESIZERS: dict[Any, Resizer] = {
     aten.upsample_nearest1d_backward.default: _input_size,
     aten.upsample_nearest2d_backward.default: _input_size,
     aten.upsample_nearest3d_backward.default: _input_size,
+    aten.upsample_linear1d_backward.default: _input_size,
+    aten.upsample_trilinear3d_backward.default: _input_size,
     aten.upsample_bilinear2d_backward.default: _input_size,
     aten.upsample_bicubic2d_backward.default: _input_size,
 }
@@ -193,9 +197,12 @@ _DENSE_ARGUMENTS: dict[Any, tuple[str, ...]] = {
     aten._fused_rms_norm_backward.default: ("rstd",),
     aten.native_group_norm.default: ("input",),
     aten.native_group_norm_backward.default: ("grad_out", "input", "mean", "rstd"),
+    aten._linalg_det.default: ("A",),
+    aten._linalg_slogdet.default: ("A",),
     aten.adaptive_max_pool3d_backward.default: ("grad_output", "self", "indices"),
 }
-"""Arguments that PyTorch's kernels take to be dense without looking; a slice along an inner dim is not."""
+"""Arguments that PyTorch's kernels take to be dense without looking, or whose factors depend on the order in memory; a
+slice along an inner dim is not dense."""
 
 
 def _make_dense(graph: fx.Graph, node: fx.Node) -> None:

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from one_op import OneOp, assert_same, assignment_of, legal_cuts, one_op, run_whole
 from rule_cases import CASES as GENERAL
 from rule_cases import Case, case, f
+from rule_cases_batched import BATCHED
 from rule_cases_image import IMAGES
 from rule_cases_scatter import SCATTERS
 
-from autopar import rules, rules_attention, rules_compute, rules_image, rules_scatter, rules_view  # noqa: F401
+from autopar import rules, rules_attention, rules_batched, rules_compute, rules_image, rules_scatter, rules_view  # noqa: F401
 from autopar._compat import OpOverloadPacket
 from autopar.errors import RuleError
 from autopar.mesh import Mesh
@@ -28,7 +29,7 @@ from autopar.rules import OpRule, parse_rule, register_sharding_rule, rule_for
 aten = torch.ops.aten
 GRID = Mesh(("dp", "tp"), (2, 2))
 OBLONG = Mesh(("dp", "tp"), (2, 3))
-CASES = [*GENERAL, *IMAGES, *SCATTERS]
+CASES = [*GENERAL, *BATCHED, *IMAGES, *SCATTERS]
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
 
 
