@@ -171,6 +171,13 @@ def ranked(analysis: FactorAnalysis, refs: Iterable[FactorRef]) -> dict[Factor, 
     return places
 
 
+def may_be_padded(analysis: FactorAnalysis, refs: Iterable[FactorRef]) -> set[Factor]:
+    """Those of a plan's factors that may be cut where they do not divide: dims of parameters.  A batch or a sequence
+    that does not divide stays whole, since views fuse the two."""
+    names = [ref for ref in refs if not ref.anchor.startswith("input:")]
+    return {factor for factor in map(analysis.find, names) if factor is not None}
+
+
 def source_of(node: fx.Node, output: int = 0) -> tuple[fx.Node, int]:
     """The node and output index that really hold a value, seen through `getitem`."""
     if node.target is operator.getitem:

@@ -53,6 +53,8 @@ class OpRule:
             holds; the rewrite shifts and masks the indices.
         groups: factor -> position of the integer input that says where groups of its positions end.  Cut it and the
             rewrite shifts the ends to each rank's own positions.
+        even: factors that must not be cut into parts of different sizes, since the op counts positions or parts, or
+            would fail on padding (as an index, or in a division).
     """
 
     inputs: tuple[Dims, ...]
@@ -63,6 +65,13 @@ class OpRule:
     linear: tuple[frozenset[int], ...] = ()
     lookup: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
+    even: frozenset[str] = frozenset()
+
+    def may_be_uneven(self, factor: str, size: int) -> bool:
+        """Whether a part of `size` of `factor` may be cut where it does not divide: it is all of it, and not fused with
+        others in any dim."""
+        alone = all(group == (factor,) for dims in (*self.inputs, *self.outputs) for group in dims if factor in group)
+        return alone and size == self.sizes[factor] and factor not in self.even and factor not in self.groups
 
     def is_range(self, factor: str) -> bool:
         """Whether a rank must hold consecutive positions of `factor`, as integers count them."""
@@ -226,6 +235,7 @@ def build(
     linear: Iterable[Iterable[str]] = (),
     lookup: Mapping[str, str] | None = None,
     groups: Mapping[str, str] | None = None,
+    even: Iterable[str] = (),
 ) -> OpRule:
     """Bind a rule to a call: dims are given per argument *name* (a list of them for a list of tensors), and checked
     against the real shapes.  An argument that is left out is taken as whole; `known` gives sizes of factors that
@@ -260,6 +270,7 @@ def build(
         tuple(frozenset(p for name in group for p in positions.get(name, ())) for group in linear),
         {factor: positions[name][0] for factor, name in (lookup or {}).items()},
         {factor: positions[name][0] for factor, name in (groups or {}).items()},
+        frozenset(even),
     )
 
 

@@ -74,7 +74,7 @@ def distances_backward(call: Call) -> OpRule:
 @derives(aten._ctc_loss.Tensor, aten._ctc_loss_backward.Tensor)
 def ctc_loss(call: Call) -> OpRule:
     """Connectionist temporal classification: each sequence of a batch by itself, if its targets are a row of their
-    own."""
+    own.  The lengths settle the sizes of results, so padding would show."""
     if len(call.shape("log_probs")) != 3 or len(call.shape("targets")) != 2:
         return opaque(call)
     row: Dims = (("n",),)
@@ -83,4 +83,4 @@ def ctc_loss(call: Call) -> OpRule:
     inputs |= dict.fromkeys(("input_lengths", "target_lengths", "grad", "neg_log_likelihood"), row)
     inputs["log_alpha"] = alphas = (("n",), ("u",), ("a",))
     outs: list[Dims] = [scores] if "grad" in call.args else [row, alphas]
-    return build(call, inputs, outs, whole=["t", "c", "s", "u", "a"])
+    return build(call, inputs, outs, whole=["t", "c", "s", "u", "a"], even=["n"])

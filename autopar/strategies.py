@@ -233,11 +233,19 @@ def _factor_groups(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) 
 
 
 def _best_part(parts: list[Factor], num_ranks: int, blocked: set[int]) -> tuple[int, Factor] | None:
-    """Of the factors that one dim fuses, the outermost that divides and that no op needs whole."""
+    """Of the factors that one dim fuses, the outermost that divides and that no op needs whole; or the dim, if it is
+    one factor and cutting it wastes little."""
     for part, factor in enumerate(parts):
         if factor.size % num_ranks == 0 and id(factor) not in blocked:
             return part, factor
+    if len(parts) == 1 and id(parts[0]) not in blocked and -parts[0].size % num_ranks <= _MAX_PADDING * parts[0].size:
+        return 0, parts[0]
     return None
+
+
+_MAX_PADDING = 1 / 8
+"""The largest share of a dim that padding may add where its size does not divide: an odd vocabulary adds next to none,
+a classifier of ten classes on four ranks would add a fifth."""
 
 
 def _factors_kept_whole(analysis: FactorAnalysis) -> set[int]:

@@ -17,7 +17,7 @@ from autopar._compat import OpOverload
 from autopar.cluster import Device
 from autopar.cost_model.efficiency import attention_blocks, attention_time, matmul_time
 from autopar.cost_model.layout import Layouts, is_view
-from autopar.local_ops import drop_padding, pad_dim, take_chunk
+from autopar.local_ops import drop_padding, mask_padding, pad_dim, take_chunk
 from autopar.program import COLLECTIVE_KINDS
 
 
@@ -154,7 +154,8 @@ def count_flops(graph: fx.Graph) -> int:
 _SHARING_OPS = {"aten::_unsafe_view", "_c10d_functional::wait_tensor"}
 """Share their input's memory though their schema does not say so."""
 
-_SHARING_FUNCTIONS = {operator.getitem, take_chunk, drop_padding}
+_SHARING_FUNCTIONS = {operator.getitem, take_chunk, drop_padding, mask_padding}
+"""`mask_padding` copies on the last rank alone, which has less of everything else."""
 
 _MAYBE_COPYING_OPS = {"aten::reshape", "aten::contiguous", "aten::to", "aten::flatten"}
 """Views according to their schema, copies when the layout or the dtype demands it."""

@@ -12,8 +12,10 @@ import torch
 from torch import fx
 
 from autopar._compat import OpOverload
+from autopar.local_ops import mask_padding, pad_dim
 from autopar.mesh import Mesh
 from autopar.passes.localise_indices import Emitter, localise_groups, localise_lookup, set_arguments
+from autopar.passes.localise_padding import pad_operands
 from autopar.passes.reshard import is_reshard
 from autopar.placement import cuts, local_shape, meta_value
 from autopar.rules import Call
@@ -41,6 +43,7 @@ def localise(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
         node.meta["val"] = local_value(value, node.meta["sharding"], mesh)
         if node.op == "call_function" and not is_reshard(node) and isinstance(node.target, OpOverload):
             _localise_sizes(node, value)
+            pad_operands(module.graph, node, ranks, mesh)
             _make_dense(module.graph, node)
             if node.target is torch.ops.autopar.uniform.default:
                 _localise_random(node, ranks, mesh)
@@ -208,7 +211,7 @@ slice along an inner dim is not dense."""
 def _make_dense(graph: fx.Graph, node: fx.Node) -> None:
     for name in _DENSE_ARGUMENTS.get(node.target, ()):
         source = Call(node)[name]
-        if is_reshard(source):
+        if is_reshard(source) or source.target in (pad_dim, mask_padding):
             with graph.inserting_before(node):
                 node.replace_input_with(source, Emitter(graph, node)(aten.contiguous.default, (source,), source))
 

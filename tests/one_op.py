@@ -105,6 +105,17 @@ def legal_cuts(rule: OpRule, num_ranks: int) -> Iterator[Cut]:
                 yield Cut(factor, split)
 
 
+def uneven_cuts(rule: OpRule, num_ranks: int) -> Iterator[Cut]:
+    """Every cut of one axis that the rule allows though it does not divide; parts may be empty."""
+    for factor in rule.factors:
+        if (
+            factor not in rule.whole
+            and rule.may_be_uneven(factor, rule.sizes[factor])
+            and rule.sizes[factor] % num_ranks
+        ):
+            yield Cut(factor, 1)
+
+
 def assignment_of(
     case: OneOp, mesh: Mesh, cuts: Sequence[Cut | None], partial: frozenset[int] = frozenset()
 ) -> Assignment:

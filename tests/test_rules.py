@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_op import OneOp, assert_same, assignment_of, legal_cuts, one_op, run_whole
+from one_op import OneOp, assert_same, assignment_of, legal_cuts, one_op, run_whole, uneven_cuts
 from rule_cases import CASES as GENERAL
 from rule_cases import Case, case, f
 from rule_cases_batched import BATCHED
@@ -83,6 +83,15 @@ def test_cut_op_equals_the_whole(case: Case) -> None:
     assert op.rule is not None
     assert bool(free_factors(op.rule)) == case.cut
     assert check_every_cut(op, case.values) == free_factors(op.rule), "this case's sizes leave a factor uncut"
+
+
+@EVERY_CASE
+def test_op_cut_unevenly_equals_the_whole(case: Case) -> None:
+    op = built(case)
+    assert op.rule is not None
+    for num_ranks in (4, 5):  # of 6 and 12 positions the last rank has fewer, or none
+        for cut in uneven_cuts(op.rule, num_ranks):
+            check_cut(op, row(num_ranks), [cut], case.values)
 
 
 def nested_pairs(rule: OpRule, mesh: Mesh) -> list[tuple[Cut, Cut]]:
