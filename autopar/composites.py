@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from autopar._compat import OpOverload, registered_decomposition
 from autopar.grouped import DEFINITIONS as GROUPED
-from autopar.rules import Call, has_rule
+from autopar.rules import Call, has_rule, overloads_of
 
 aten = torch.ops.aten
 
@@ -232,11 +232,30 @@ def _places(size: list[int], stride: list[int], offset: int, device: torch.devic
     return places
 
 
+# ----------------------------------------------------------------------------------------------------------- constants
+
+
+def _constant(call: Call) -> Definition:
+    """One value everywhere, as `aten.full`: it reads no tensor, not even for its shape, so that each reader can have it
+    as it needs it."""
+    name = str(call.op._schema.name)
+    value = call["fill_value"] if "full" in name else float("ones" in name)
+    made = call.node.meta["val"]
+    return lambda *_, **__: torch.full(tuple(made.shape), value, dtype=made.dtype, device=made.device)
+
+
+_CONSTANTS = (
+    aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_empty, aten.new_zeros, aten.new_ones,
+    aten.new_full, aten.empty.memory_format, aten.empty_strided, aten.new_empty_strided, aten.zeros, aten.ones,
+)  # fmt: skip
+
+
 def _always(definition: Definition) -> Callable[[Call], Definition]:
     return lambda call: definition
 
 
 _DEFINITIONS: dict[Any, Callable[[Call], Definition | None]] = {
+    **{op: _constant for packet in _CONSTANTS for op in overloads_of(packet) if not op._schema.is_mutable},
     aten.var.correction: _always(_var),
     aten.std.correction: _always(_std),
     aten.var_mean.correction: _always(_var_mean),

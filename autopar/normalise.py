@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import batch_norm, composites
-from autopar._compat import OpOverload, core_decompositions, detect_fake_mode
+from autopar._compat import OpOverload, core_decompositions, detect_fake_mode, tree_leaves
 from autopar.graph import JointGraph
 
 aten = torch.ops.aten
@@ -296,7 +296,7 @@ def _traced(node: fx.Node, function: Callable[..., Any]) -> fx.GraphModule:
         return function(*args, **kwargs)
 
     values = [source.meta["val"] for source in sources]
-    mode = detect_fake_mode(values)
+    mode = detect_fake_mode([*values, *tree_leaves(node.meta["val"])])
     assert mode is not None, f"{node} has no fake value to decompose it with"
     with mode, torch.no_grad():
         return make_fx(call)(*values)

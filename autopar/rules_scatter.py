@@ -26,7 +26,8 @@ aten = torch.ops.aten
     aten.cummin.default,
 )
 def select_along(call: Call) -> OpRule:
-    """Values and indices along one dim; the indices count positions in that dim, which stays whole."""
+    """Values and indices along one dim; the indices count positions in that dim, which stays whole.  What has all
+    positions, in some order, has the dim's factor: a plan that cuts a batch cuts the sorted batch too."""
     rank = len(call.shape("self"))
     if rank == 0:
         return build(call, {}, [() for _ in call.outputs])
@@ -35,6 +36,8 @@ def select_along(call: Call) -> OpRule:
     source = tuple((f,) for f in base)
     if len(call.out_shape) < rank:
         found: Dims = tuple(d for i, d in enumerate(source) if i != dim)
+    elif call.out_shape == call.shape("self"):
+        found = source
     else:
         found = tuple(("found",) if i == dim else d for i, d in enumerate(source))
     return build(call, {"self": source}, [found] * len(call.outputs), whole=[base[dim], "found"])

@@ -8,44 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from programs import subject
-from torch import Tensor, nn
+from tiny_models import Experts
 
 import autopar
 from autopar.grouped import grouped_mm, multiply_in_any_dtype
 
 GROUPED = torch.ops.autopar.grouped_mm.default
-
-
-class Experts(nn.Module):
-    """Top-2 of 4 experts: rows are sorted by expert, multiplied by groups, and put back."""
-
-    def __init__(self, width: int = 16, hidden: int = 32, num_experts: int = 4) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.gate = nn.Linear(width, num_experts, bias=False)
-        self.up = nn.Parameter(torch.randn(num_experts, width, hidden) * 0.2)
-        self.down = nn.Parameter(torch.randn(num_experts, width, hidden) * 0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        weights, chosen = self.gate(rows).softmax(-1).topk(2, dim=-1)
-        experts, order = chosen.flatten().sort(stable=True)
-        counts = (experts[None] == torch.arange(self.num_experts, device=x.device)[:, None]).sum(1)
-        ends = counts.cumsum(0).to(torch.int32)
-        hidden = F.silu(F.grouped_mm(rows[order // 2], self.up, offs=ends))
-        out = F.grouped_mm(hidden, self.down.transpose(1, 2), offs=ends) * weights.flatten()[order, None]
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=x.device)
-        return out[back].unflatten(0, (-1, 2)).sum(1).view_as(x)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts, self.norm, self.head = Experts(), nn.LayerNorm(16), nn.Linear(16, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x + self.experts(x))).square().mean()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +45,7 @@ def test_definition_is_pytorchs(shapes: tuple[tuple[int, ...], tuple[int, ...]],
 )
 def test_experts_by_sorted_rows_equal_the_single_device(strategy: str, sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    ours = subject(Model(), torch.randn(8, 4, 16))
+    ours = subject(Experts(), torch.randn(8, 4, 16))
     assert any(node.target is GROUPED for node in ours.joint.module.graph.nodes)
     report = ours.verify(strategy, *sizes)
     assert report.ok, str(report)
@@ -86,7 +54,7 @@ def test_experts_by_sorted_rows_equal_the_single_device(strategy: str, sizes: tu
 
 def test_unmodified_model_is_verified_in_float64() -> None:
     torch.manual_seed(0)
-    model = Model()
+    model = Experts()
     before = copy.deepcopy(model.state_dict())
     report = autopar.verify(model, "ddp", (torch.randn(8, 4, 16),), mesh="4")
     assert report.ok, str(report)
