@@ -19,6 +19,7 @@ and arguments, and pointwise ops are recognised by PyTorch's `pointwise` tag.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,6 +85,13 @@ class OpRule:
                 outer = math.prod(self.sizes[f] for f in factors[: factors.index(factor)])
                 return dim, outer
         return None
+
+    @cached_property
+    def contracts(self) -> bool:
+        """Whether the op sums over a factor that two of its inputs have, as products do."""
+        names = [{name for group in dims for name in group} for dims in self.inputs]
+        results = {name for dims in self.outputs for group in dims for name in group}
+        return any((a & b) - results for a, b in itertools.combinations(names, 2))
 
     @cached_property
     def factors(self) -> tuple[str, ...]:

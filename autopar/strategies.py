@@ -32,8 +32,8 @@ from autopar.graph import JointGraph
 from autopar.mesh import Mesh
 from autopar.passes.decompose import DECOMPOSITIONS
 from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard
-from autopar.plan import FactorRef, Plan, Storage
-from autopar.rules import OpRule
+from autopar.plan import EXPERTS, FactorRef, Plan, Storage
+from autopar.rules import OpRule, is_look_or_cast
 
 STRATEGIES = ("replicate", "ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "tp+sp", "fsdp+tp")
 """The named strategies, simplest first."""
@@ -206,6 +206,35 @@ def tensor_parallel_factors(joint: JointGraph, analysis: FactorAnalysis, num_ran
                 refs.setdefault(id(factor), ref)
         out.append(tuple(refs.values()))
     return out or [()]
+
+
+def expert_refs(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) -> tuple[FactorRef, ...]:
+    """Dims of parameters along which a product treats each part by itself, with rows of its own: experts, if they
+    divide."""
+    params = {node: path for path, node in joint.param_nodes().items()}
+    found: dict[int, Factor] = {}
+    for node, rule in analysis.rules.items():
+        for i, operand in enumerate(analysis.operands[node]):
+            if operand in params or is_look_or_cast(operand):
+                for name in _batched(rule, i):
+                    for factor in analysis.rule_factors(node, name)[:1]:
+                        found[id(factor)] = factor
+    refs = []
+    for node, path in params.items():
+        shape = node.meta["val"].shape
+        for dim in range(len(shape)) if len(shape) > 2 else ():
+            parts = analysis.dim_factors(node, dim)
+            if len(parts) == 1 and id(parts[0]) in found and parts[0].size % num_ranks == 0:
+                refs.append(FactorRef(path, dim, 0, EXPERTS))
+    return tuple(refs)
+
+
+def _batched(rule: OpRule, operand: int) -> set[str]:
+    """Factors that all operands and results of a product have."""
+    if not _contracts(rule, operand):
+        return set()
+    terms = [{name for group in dims for name in group} for dims in (*rule.inputs, *rule.outputs)]
+    return set.intersection(*terms)
 
 
 Group = list[tuple[FactorRef, Factor, fx.Node]]
