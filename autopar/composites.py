@@ -191,6 +191,8 @@ def _as_strided(call: Call) -> Definition | None:
     order = _memory_order(call["self"].meta["val"])
     if order is None:
         return None
+    if _is_all(call):
+        return lambda self, size, *_: self.permute(order).reshape(size)
 
     def strided(self: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
         places = _places(size, stride, storage_offset or 0, self.device)
@@ -204,6 +206,8 @@ def _as_strided_scatter(call: Call) -> Definition | None:
     if order is None:
         return None
     back = [order.index(dim) for dim in range(len(order))]
+    if _is_all(call):
+        return lambda self, src, *_: src.reshape([self.shape[d] for d in order]).permute(back)
 
     def scatter(
         self: Tensor, src: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
@@ -213,6 +217,14 @@ def _as_strided_scatter(call: Call) -> Definition | None:
         return written.view(ordered.shape).permute(back)
 
     return scatter
+
+
+def _is_all(call: Call) -> bool:
+    """Whether a look by strides sees every element once, in the order in memory: it is another shape of the tensor."""
+    size, stride = call["size"], call["stride"]
+    steps = [math.prod(size[i + 1 :]) for i in range(len(size))]
+    dense = all(n == 1 or given == step for n, given, step in zip(size, stride, steps, strict=True))
+    return dense and not call["storage_offset"] and math.prod(size) == call["self"].meta["val"].numel()
 
 
 def _memory_order(value: Tensor) -> list[int] | None:

@@ -150,6 +150,8 @@ def _is_mergeable(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, OpOverload):
         return False
+    if node.target is aten.full.default:
+        return False  # equal by chance: one constant in two places would tie dims together that have nothing in common
     unmergeable = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
     return not node.target._schema.is_mutable and not unmergeable & set(node.target.tags)
 
