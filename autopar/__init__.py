@@ -8,10 +8,12 @@ plan = autopar.plan(model, "2x8 H100-80GB", example_inputs=batch)   # the same p
 
 # `autopar.plan` is the function; `from autopar.plan import Plan` still finds the module of that name.
 
-from autopar.api import parallelize, verify
+from autopar.api import parallelize
+from autopar.checkpoint import load_checkpoint, save_checkpoint
 from autopar.errors import (
     AutoparError,
     BatchError,
+    CheckpointError,
     InfeasibleBudgetError,
     InputError,
     MeshError,
@@ -25,6 +27,7 @@ from autopar.frontier import Pareto
 from autopar.offline import pareto, plan
 from autopar.plan import Plan, break_even
 from autopar.plan_file import load_plan, save_plan
+from autopar.rehearsal import verify
 from autopar.rules import register_sharding_rule
 from autopar.runtime.module import ParallelModule
 from autopar.verification import VerifyReport
@@ -34,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoparError",
     "BatchError",
+    "CheckpointError",
     "InfeasibleBudgetError",
     "InputError",
     "MeshError",
@@ -47,11 +51,13 @@ __all__ = [
     "VerificationError",
     "VerifyReport",
     "break_even",
+    "load_checkpoint",
     "load_plan",
     "parallelize",
     "pareto",
     "plan",
     "register_sharding_rule",
+    "save_checkpoint",
     "save_plan",
     "verify",
 ]

@@ -33,11 +33,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
@@ -68,18 +70,24 @@ __all__ = [
     "TreeSpec",
     "allocator_events",
     "around_calls",
+    "as_captured",
     "below_autograd",
     "broadcast_coalesced",
     "capture_joint",
     "core_decompositions",
     "detect_fake_mode",
+    "device_of",
     "dtensor_like",
     "fake_process_group",
     "fsdp_memory_peaks",
     "grouped_mm",
+    "is_custom_function",
+    "is_plain_fake",
     "is_value_read",
+    "meta_of",
     "new_fake_mode",
     "registered_decomposition",
+    "sequence_number",
     "shares_storage",
     "storage_id",
     "tree_flatten",
@@ -88,6 +96,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "values_of",
 ]
 
 
@@ -116,14 +125,56 @@ def capture_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...], mode: Fak
 
     with (
         contextlib.ExitStack() as stack,
-        tracing(TracingContext(mode)),
-        _compiling_state_context(),
+        as_captured(mode),
         fx.traceback.preserve_node_meta(),
-        _direct_checkpoint(),
-        _quiet_fake_tensors(),
+        _use_lazy_graph_module(True),  # graphs on the way are never run
     ):
         joint = aot_export_joint_with_descriptors(stack, module, inputs, {}, ignore_shape_env=True)
         return joint.graph_module
+
+
+@contextlib.contextmanager
+def as_captured(mode: FakeTensorMode) -> Iterator[None]:
+    """A context in which a model's code takes the ways that it takes in `capture_joint`."""
+    with tracing(TracingContext(mode)), _compiling_state_context(), _direct_checkpoint(), _quiet_fake_tensors():
+        yield
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """A tensor's device; of a fake one without the dispatch that asking it takes."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+def is_plain_fake(value: object) -> bool:
+    """Whether a value is a fake tensor of known sizes whose values are unknown."""
+    return isinstance(value, FakeTensor) and value.constant is None and all(type(n) is int for n in value.shape)
+
+
+def meta_of(tensor: FakeTensor) -> torch.Tensor:
+    """A tensor on the meta device of the size, strides and dtype of a fake one."""
+    with _disable_current_modes():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def values_of(tensor: torch.Tensor) -> Any:
+    """A real tensor's values as numbers in lists, read outside of all dispatch modes."""
+    with _disable_current_modes():
+        return tensor.tolist()
+
+
+def sequence_number() -> int:
+    """The number that autograd gives to the next node that this thread makes."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def has_backward_hooks(model: nn.Module) -> bool:
+    """Whether a hook of some module acts on gradients."""
+    return any(module._backward_hooks or module._backward_pre_hooks for module in model.modules())
+
+
+def is_custom_function(node: Any) -> bool:
+    """Whether a node of autograd's graph belongs to a `torch.autograd.Function` of the user's."""
+    return isinstance(node, BackwardCFunction)
 
 
 def is_value_read(error: BaseException) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +18,15 @@ from autopar.cluster import Cluster
 from autopar.compiler import AUTO, Compiler
 from autopar.cost_model.optimizers import OptimizerLike
 from autopar.errors import InputError, MeshError
-from autopar.lifting import lift_joint, lift_program
 from autopar.mesh import parse_shape
 from autopar.passes.defer import defer_reductions
 from autopar.plan import Plan
+from autopar.rehearsal import rehearsal
+from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import CompiledStep
 from autopar.runtime.module import ParallelModule
-from autopar.signature import flatten_inputs
+from autopar.signature import check_module, flatten_inputs, split_call
 from autopar.strategies import canonical_name
-from autopar.verification import Float64Throughout, VerifyReport, check_batch, compare, in_float64
 
 MeshLike = DeviceMesh | int | str | Sequence[int]
 
@@ -43,6 +43,7 @@ def parallelize(
     cluster: Cluster | str | None = None,
     precision: str | None = None,
     accumulate: int = 1,
+    verify: bool = False,
 ) -> ParallelModule:
     """Shard a model over a mesh: trace, plan, rewrite, and turn its parameters into DTensors in place.
 
@@ -71,14 +72,24 @@ def parallelize(
             the dtypes of its tensors, or those of `torch.autocast` around the call.
         accumulate: how many forward and backward passes your loop makes before a step of the optimizer, for the
             predictions of time and memory; the program is the same (see `ParallelModule.no_sync`).
+        verify: before training starts, run the plan's program for all ranks in one process, on two rows of each rank's
+            batch in float64, and compare loss, outputs, gradients and buffers with the single device (see
+            `autopar.verify`).  Rank 0 does it while the others wait; it holds float64 copies on its CPU.
 
     Raises:
         InputError: if there is no such strategy, optimizer or precision.
         MeshError: if the mesh does not fit the running ranks, or the cluster has another number of ranks.
         InfeasibleBudgetError: if nothing fits; says the smallest budget that does.
         TraceError: if the model cannot be traced to one graph.
+        VerificationError: with `verify`, if the numbers differ.
     """
     check_module(model)
+    if getattr(model, "is_gradient_checkpointing", False):
+        warnings.warn(
+            "the model has gradient checkpointing switched on, which has no effect: the plan says what is computed "
+            "again (plan.recompute), as the budget mem_gb demands",
+            stacklevel=2,
+        )
     if not isinstance(strategy, Plan) and strategy != AUTO:
         strategy = canonical_name(strategy)
     device_mesh = _live_mesh(model, mesh)
@@ -103,95 +114,16 @@ def parallelize(
         joint = compiler.trace(args, kwargs, train)
         return CompiledStep(compiler.compile(joint, plan), joint.output_tree.rebuild, defer_reductions)
 
-    module = ParallelModule(model, device_mesh, compile=compile_step, flatten=flatten_inputs, decide=decide)
+    control = ControlGroup()
+    rehearse = rehearsal(model, control, batch_dims, precision) if verify else None
+    module = ParallelModule(
+        model, device_mesh, compile=compile_step, flatten=flatten_inputs, decide=decide, rehearse=rehearse,
+        control=control,
+    )  # fmt: skip
     if example_inputs is not None:
         args, kwargs = split_call(example_inputs)
         module.prepare(*args, **kwargs)
     return module
-
-
-def verify(
-    model: nn.Module,
-    plan: Plan | str,
-    example_inputs: Any,
-    *,
-    mesh: int | str | Sequence[int] | None = None,
-    batch_dims: Mapping[str, int | None] | None = None,
-    precision: str | None = None,
-) -> VerifyReport:
-    """Run all ranks of the rewritten program in this process, in float64, and compare with the single device.
-
-    Needs no process group.  The model and the inputs are copied; parameters on the meta device get random values.
-    Casts
-    to a lower precision inside the model are lifted to float64 on both sides.  With `precision`, the program is that of
-    mixed precision, casts and all, in which then float64 takes the place of every floating dtype.
-
-    Args:
-        model: the module, in the mode (train or eval) to verify.
-        plan: a plan, or a strategy's name, which then needs `mesh`.
-        example_inputs: the *global* batch, in a form that `parallelize` takes.
-        mesh: shape of the mesh, for a strategy's name.
-        batch_dims, precision: as in `parallelize`.
-
-    Returns:
-        Loss, outputs, every gradient and every buffer compared; `report.ok` and the largest difference.
-
-    Raises:
-        InputError: if the inputs have no values, or the model itself fails on them.
-        BatchError: if the batch cannot be cut over the ranks.
-    """
-    if not isinstance(plan, (str, Plan)):
-        raise InputError(f"verify takes a plan or a strategy's name, got {plan!r}")
-    if isinstance(plan, str) and mesh is None:
-        raise InputError(f'verify needs the mesh to make a {plan!r} plan for, such as mesh=4 or mesh="2x2"')
-    if isinstance(plan, Plan) and mesh is not None and math.prod(parse_shape(mesh)) != plan.mesh.num_ranks:
-        raise MeshError(f"mesh {mesh!r} is not the plan's, which is {plan.mesh}: leave mesh out")
-    check_module(model)
-    inputs = split_call(example_inputs)
-    copied, args, kwargs = in_float64(model, *inputs)
-    sizes = plan.mesh.sizes if isinstance(plan, Plan) else parse_shape(mesh)  # type: ignore[arg-type]
-    num_ranks = math.prod(sizes)
-    name = AUTO if isinstance(plan, Plan) or plan == AUTO else canonical_name(plan)
-    cluster = Cluster.of_live("cpu", num_ranks, num_ranks)
-    mixed = precision is not None
-    around_trace = nullcontext if mixed else Float64Throughout
-    compiler = Compiler(
-        model if mixed else copied, sizes, cluster, None, name, batch_dims=batch_dims, around_trace=around_trace,
-        precision=precision,
-    )  # fmt: skip
-    joint = compiler.trace(*(inputs if mixed else (args, kwargs)), train=True, local=False)
-    check_batch(dict(flatten_inputs(args, kwargs)[0]), joint.batch_dims, num_ranks)
-    made = compiler.given(joint, plan) if isinstance(plan, Plan) else compiler.plan(joint)
-    program = compiler.compile(joint, made)
-    if mixed:
-        joint, program = lift_joint(joint), lift_program(program)
-    return compare(joint, program, made, copied, args, kwargs)
-
-
-def check_module(model: object) -> None:
-    """Raise an `InputError` for what is no module, such as a class."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"the model must be an nn.Module instance, got {model!r}")
-
-
-def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Read example inputs as positional and keyword arguments.
-
-    Raises:
-        InputError: if they are neither a tensor, a tuple or list, nor a mapping.
-    """
-    if isinstance(example_inputs, torch.Tensor):
-        return (example_inputs,), {}
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        values = tuple(example_inputs)
-        if len(values) == 2 and isinstance(values[0], (tuple, list)) and isinstance(values[1], Mapping):
-            return tuple(values[0]), dict(values[1])
-        return values, {}
-    raise InputError(
-        f"example_inputs must be a tensor, a tuple, a dict or (args, kwargs), not {type(example_inputs).__name__}"
-    )
 
 
 def ranks_per_node() -> int:
@@ -248,4 +180,4 @@ def _device_type(model: nn.Module) -> str:
     return kinds.pop() if kinds else ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-__all__ = ["MeshLike", "check_module", "parallelize", "split_call", "verify"]
+__all__ = ["MeshLike", "parallelize"]

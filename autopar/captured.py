@@ -13,6 +13,7 @@ from autopar._compat import (
     AOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
+    LazyGraphModule,
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
@@ -65,7 +66,7 @@ def joint_graph(captured: fx.GraphModule, flat: FlatModule, batch_dims: Mapping[
     graph.set_codegen(fx.graph.CodeGen())  # plain positional arguments
     graph.lint()
     return JointGraph(
-        module=fx.GraphModule(captured, graph), inputs=inputs, outputs=tuple(outputs), batch_dims=dict(batch_dims),
+        module=LazyGraphModule(captured, graph), inputs=inputs, outputs=tuple(outputs), batch_dims=dict(batch_dims),
         tied=dict(flat.state.tied), trains=trains, output_tree=flat.output_tree,
     )  # fmt: skip
 
@@ -102,7 +103,7 @@ def _named_placeholders(graph: fx.Graph, inputs: Sequence[GraphInput]) -> list[f
     named: list[fx.Node] = []
     taken: set[str] = set()
     for node, spec in zip(list(graph.find_nodes(op="placeholder")), inputs, strict=True):
-        base = name = re.sub(r"\W", "_", f"{spec.kind.value}_{spec.path}").rstrip("_")
+        base = name = placeholder_name(spec)
         while name in taken:
             name = f"{base}_{len(taken)}"
         taken.add(name)
@@ -112,6 +113,11 @@ def _named_placeholders(graph: fx.Graph, inputs: Sequence[GraphInput]) -> list[f
         node.replace_all_uses_with(named[-1])
         graph.erase_node(node)
     return named
+
+
+def placeholder_name(spec: GraphInput) -> str:
+    """What the placeholder of an input is called, but for a number where two would be called the same."""
+    return re.sub(r"\W", "_", f"{spec.kind.value}_{spec.path}").rstrip("_")
 
 
 def _owner(spec: GraphInput | GraphOutput) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import os
@@ -200,3 +201,12 @@ def _host_memory_bytes() -> int:
     except OSError:  # no control groups here: the host's memory is all there is to know
         return total
     return min(total, int(limit)) if limit.isdigit() else total
+
+
+def free_memory_bytes() -> int:
+    """What this host can still give to processes, or all of its memory where it does not say."""
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return min(1024 * int(line.split()[1]), _host_memory_bytes())
+    return _host_memory_bytes()

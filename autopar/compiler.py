@@ -19,7 +19,7 @@ from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
 from autopar.cost_model.simulate import Simulation, Spent, simulate
 from autopar.cost_model.symbolic import symbolic_cost
 from autopar.describe import describe_params
-from autopar.errors import InfeasibleBudgetError, InputError, MeshError
+from autopar.errors import FoldError, InfeasibleBudgetError, InputError, MeshError
 from autopar.explain import CHOSEN
 from autopar.factors import analyse
 from autopar.graph import JointGraph
@@ -38,6 +38,7 @@ from autopar.show import build_rows, format_bytes, format_time
 from autopar.signature import flatten_inputs
 from autopar.strategies import STRATEGIES
 from autopar.trace import trace
+from autopar.unfold import unfold
 
 AUTO = "auto"
 
@@ -70,6 +71,7 @@ class Compiler:
     precision: str | None = None
     accumulate: int = 1
     _traced: tuple[object, JointGraph] | None = field(default=None, repr=False)
+    _whole: JointGraph | None = field(default=None, repr=False)
     _priced: tuple[JointGraph, list[Priced]] | None = field(default=None, repr=False)
     _warned: set[str] = field(default_factory=set, repr=False)
 
@@ -79,13 +81,16 @@ class Compiler:
         if self.accumulate < 1:
             raise InputError(f"accumulate={self.accumulate}: an optimizer's step takes at least 1 micro-step")
 
-    def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, local: bool = True) -> JointGraph:
+    def trace(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, local: bool = True, whole: bool = True
+    ) -> JointGraph:
         """The normalised joint graph for all ranks together; the last one is kept.
 
         Args:
             args, kwargs: one rank's rows, or with `local=False` the global batch.
             train: whether to trace a backward pass.
             local: whether the inputs are one rank's.
+            whole: whether the graph must hold every layer; otherwise it may be folded (see `JointGraph.runs`).
         """
         tensors, constants = flatten_inputs(args, kwargs)
         shapes = tuple((path, tuple(t.shape), t.dtype) for path, t in tensors)
@@ -100,14 +105,29 @@ class Compiler:
             *(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
         )
         if self._traced is None or self._traced[0] != key:
-            ranks = self.cluster.num_ranks if local else 1
+            self._traced = (key, self._trace(args, kwargs, train, local, fold=True))
+            self._whole = None
+        folded = self._traced[1]
+        if not whole or not folded.runs:
+            return folded
+        if self._whole is None:
+            try:
+                self._whole = unfold(folded)
+            except FoldError:
+                self._whole = self._trace(args, kwargs, train, local, fold=False)
+        return self._whole
+
+    def _trace(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, local: bool, fold: bool
+    ) -> JointGraph:
+        ranks = self.cluster.num_ranks if local else 1
+        with _collector_paused():
             with self.around_trace():
                 joint = trace(
                     self.model, args, kwargs, num_ranks=ranks, batch_dims=self.batch_dims, train=train,
-                    dtype=compute_dtype(self.precision),
+                    dtype=compute_dtype(self.precision), fold=fold,
                 )  # fmt: skip
-            self._traced = (key, replace_random_ops(normalise(joint)))
-        return self._traced[1]
+            return replace_random_ops(normalise(joint))
 
     def plan(self, joint: JointGraph) -> Plan:
         """The best plan for a traced graph, with its report.

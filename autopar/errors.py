@@ -27,6 +27,10 @@ class TraceError(AutoparError, RuntimeError):
     """The model cannot be traced to one graph."""
 
 
+class FoldError(TraceError):
+    """A folded graph does not tell the nodes of the units that it leaves out: its inner units do not correspond."""
+
+
 class RuleError(AutoparError, ValueError):
     """A sharding rule is malformed or contradicts the operator it is for."""
 
@@ -49,6 +53,10 @@ class InfeasibleBudgetError(AutoparError, MemoryError):
 
 class VerificationError(AutoparError, ArithmeticError):
     """The rewritten program's numbers differ from the single device's."""
+
+
+class CheckpointError(AutoparError, RuntimeError):
+    """A checkpoint cannot be written or read, is damaged, or is of another model."""
 
 
 class StaleModelError(AutoparError, RuntimeError):

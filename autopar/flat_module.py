@@ -38,11 +38,25 @@ class FlatModule(nn.Module):
         )
         self.output_tree: OutputTree | None = None
         self.outputs: tuple[GraphOutput, ...] = ()
+        self.held: dict[GraphInput, torch.Tensor] = {}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The model's output tensors and its buffers' new values, given its parameters, buffers and inputs."""
+        outputs, reassigned = self.run(*tensors)
+        with_tangent = [t.requires_grad for t in outputs]
+        if any(wanted and t.ndim == 0 for wanted, t in zip(with_tangent, outputs, strict=True)):
+            with_tangent = [wanted and t.ndim == 0 for wanted, t in zip(with_tangent, outputs, strict=True)]
+        outputs = [t if wanted else t.detach() for wanted, t in zip(with_tangent, outputs, strict=True)]
+        # The copies, removed again later, keep AOTAutograd from treating outputs that share memory specially, and let
+        # it expect contiguous tangents.
+        returned = (*outputs, *(t.detach() for t in reassigned.values()))
+        return tuple(t.clone(memory_format=torch.contiguous_format) for t in returned)
+
+    def run(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """What the model returns, and the tensors to which it sets buffers, by their names."""
         names = list(self.state.tensors)
         held = {name: t.to(self.dtypes.get(name, t.dtype)) for name, t in zip(names, tensors, strict=False)}
+        self.held = dict(zip(self.inputs, (*held.values(), *tensors[len(names) :]), strict=True))
         args, kwargs = self.signature.rebuild(tensors[len(names) :])
         # AOTAutograd calls this twice; what the first call left on the modules must not reach the second.
         self.state.restore()
@@ -58,14 +72,7 @@ class FlatModule(nn.Module):
             *(GraphOutput(OutputKind.OUTPUT, path) for path in self.output_tree.paths),
             *(GraphOutput(OutputKind.MUTATION, name) for name in reassigned),
         )
-        with_tangent = [t.requires_grad for t in outputs]
-        if any(wanted and t.ndim == 0 for wanted, t in zip(with_tangent, outputs, strict=True)):
-            with_tangent = [wanted and t.ndim == 0 for wanted, t in zip(with_tangent, outputs, strict=True)]
-        outputs = [t if wanted else t.detach() for wanted, t in zip(with_tangent, outputs, strict=True)]
-        # The copies, removed again later, keep AOTAutograd from treating outputs that share memory specially, and let
-        # it expect contiguous tangents.
-        returned = (*outputs, *(t.detach() for t in reassigned.values()))
-        return tuple(t.clone(memory_format=torch.contiguous_format) for t in returned)
+        return outputs, reassigned
 
 
 def _no_tensors(tree: OutputTree) -> InputError:

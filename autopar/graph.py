@@ -62,6 +62,20 @@ class GraphOutput:
     path: str
 
 
+@dataclass(frozen=True)
+class Run:
+    """Alike units of a stack, one after another, of which a folded graph holds only some.
+
+    Attributes:
+        units: module paths of every unit, in order: `(("layers.0",), ("layers.1",), ...)`; a unit may be several
+            blocks.
+        held: indices of the units that the graph holds: the first, two inner ones and the last, `(0, 1, n - 2, n - 1)`.
+    """
+
+    units: tuple[tuple[str, ...], ...]
+    held: tuple[int, ...]
+
+
 @dataclass
 class JointGraph:
     """A module traced to one graph in the global view.
@@ -74,6 +88,7 @@ class JointGraph:
         batch_dims: for each batched input path, the dim that is cut over the ranks.
         tied: name of every parameter or buffer that is another one's alias -> the name that stands for both.
         trains: whether the graph has a backward part.
+        runs: the units of which the graph holds only some; empty if the graph is whole.
         output_tree: rebuilds the module's return value from its tensor leaves (see `autopar.trace`).
         derived: what later stages worked out from the graph and keep with it to share (see `keep`).  Whoever edits
             the graph after that must clear it.
@@ -86,6 +101,7 @@ class JointGraph:
     tied: Mapping[str, str] = field(default_factory=dict)
     trains: bool = True
     output_tree: Any = None
+    runs: tuple[Run, ...] = ()
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def keep(self, key: Hashable, work: Callable[[], Kept]) -> Kept:

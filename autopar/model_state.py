@@ -50,7 +50,7 @@ class ModelState:
                     self._slots.append((registry, key, canonical))
         self._attributes = [(module, dict(vars(module))) for module in model.modules()]
         self._contents = [
-            (value, value.copy())
+            (value, value.copy() if value else ())  # most are empty, and copying those would take most of the time
             for _, attributes in self._attributes
             for value in attributes.values()
             if type(value) in _CONTAINERS
@@ -70,7 +70,7 @@ class ModelState:
             container.clear()
             if isinstance(container, list):
                 container.extend(content)
-            else:
+            elif content:
                 container.update(content)
 
     def put(self, tensors: Mapping[str, torch.Tensor]) -> None:

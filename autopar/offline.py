@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.api import check_module, split_call
 from autopar.cluster import Cluster, budget_bytes
 from autopar.compiler import AUTO, Compiler
 from autopar.cost_model.optimizers import OptimizerLike
@@ -22,6 +21,7 @@ from autopar.graph import JointGraph
 from autopar.infeasible import feasible_gb
 from autopar.mesh import parse_shape
 from autopar.plan import Plan
+from autopar.signature import check_module, split_call
 from autopar.strategies import canonical_name
 
 MeshShape = int | str | Sequence[int]

@@ -38,6 +38,12 @@ def _annotation(path: str) -> Iterator[None]:
             fx.traceback.current_meta["custom"] = outer
 
 
+def current_module() -> str | None:
+    """The innermost module whose call is active, under `annotate_modules`; None outside of the model."""
+    path: str | None = (fx.traceback.current_meta.get("custom") or {}).get(_ANNOTATION)
+    return path
+
+
 def traced_module(node: fx.Node) -> str | None:
     """The module in whose call a node of a graph was traced; None if that is not known."""
     path: str | None = (node.meta.get("custom") or {}).get(_ANNOTATION)

@@ -9,9 +9,8 @@ those that the eager op would draw.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -110,15 +109,15 @@ def _shifted(value: Tensor, bits: int) -> Tensor:
 class _Draw(Writer):
     """Writes the replacement of one random op."""
 
-    def __init__(self, node: fx.Node, seed: fx.Node, salts: Iterator[int]) -> None:
+    def __init__(self, node: fx.Node, seed: fx.Node) -> None:
         super().__init__(node)
-        self.seed, self.salts = seed, salts
+        self.seed = seed
 
     def uniform(self) -> fx.Node:
         """Fresh numbers of the shape of the op's first output."""
         value = self.node.meta["val"]
         value = value[0] if isinstance(value, (tuple, list)) else value
-        args: tuple[Any, ...] = (list(value.shape), [], self.seed, next(self.salts), value.device)
+        args: tuple[Any, ...] = (list(value.shape), [], self.seed, 0, value.device)
         with value.fake_mode:
             drawn = torch.empty(value.shape, dtype=torch.float32, device=value.device)
         return self.place(torch.ops.autopar.uniform.default, args, {}, drawn)
@@ -187,7 +186,6 @@ def replace_random_ops(joint: JointGraph) -> JointGraph:
         seed = graph.placeholder("seed")
     seed.meta = {"val": 0, "module": "", "backward": False}
     joint.inputs = (*joint.inputs, GraphInput(InputKind.SEED, ""))
-    salts = itertools.count(1)
     for node in random:
         replacement = _REPLACEMENTS.get(node.target)
         if replacement is None:
@@ -197,7 +195,7 @@ def replace_random_ops(joint: JointGraph) -> JointGraph:
                 "randn or bernoulli"
             )
         with graph.inserting_before(node):
-            results = replacement(Call(node), _Draw(node, seed, salts))
+            results = replacement(Call(node), _Draw(node, seed))
         if isinstance(results, tuple):
             for user in list(node.users):
                 user.replace_all_uses_with(results[user.args[1]])
@@ -206,8 +204,27 @@ def replace_random_ops(joint: JointGraph) -> JointGraph:
             node.replace_all_uses_with(results)
         graph.erase_node(node)
     graph.eliminate_dead_code()
+    number_draws(graph)
     joint.module.recompile()
     return joint
+
+
+def number_draws(graph: fx.Graph) -> None:
+    """Give each draw of random numbers a salt of its own: its place among them."""
+    draws = graph.find_nodes(op="call_function", target=torch.ops.autopar.uniform.default, sort=True)
+    for salt, node in enumerate(draws, 1):
+        node.update_arg(_SALT, salt)
+
+
+def without_salt(node: fx.Node) -> tuple[Any, ...]:
+    """A call's arguments, less what tells a draw from another."""
+    args = node.args
+    if node.target is torch.ops.autopar.uniform.default:
+        args = (*args[:_SALT], *args[_SALT + 1 :])
+    return args, dict(node.kwargs)
+
+
+_SALT = 3  # which argument of `uniform`
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from autopar._compat import TreeSpec, tree_flatten_with_path, tree_unflatten
-from autopar.errors import InputError
+from autopar.errors import BatchError, InputError
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,32 @@ def flatten_inputs(
     return list(zip(signature.paths, tensors, strict=True)), signature.key
 
 
+def check_module(model: object) -> None:
+    """Raise an `InputError` for what is no module, such as a class."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model must be an nn.Module instance, got {model!r}")
+
+
+def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Read example inputs as positional and keyword arguments.
+
+    Raises:
+        InputError: if they are neither a tensor, a tuple or list, nor a mapping.
+    """
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        values = tuple(example_inputs)
+        if len(values) == 2 and isinstance(values[0], (tuple, list)) and isinstance(values[1], Mapping):
+            return tuple(values[0]), dict(values[1])
+        return values, {}
+    raise InputError(
+        f"example_inputs must be a tensor, a tuple, a dict or (args, kwargs), not {type(example_inputs).__name__}"
+    )
+
+
 def find_batch_dims(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], overrides: Mapping[str, int | None] | None = None
 ) -> dict[str, int]:
@@ -142,6 +169,7 @@ def find_batch_dims(
 
     Raises:
         InputError: if the overrides are no mapping, or one names no tensor of the call or a dim that the tensor lacks.
+        BatchError: if the batch has no rows.
     """
     if overrides is not None and not isinstance(overrides, Mapping):
         raise InputError(f"batch_dims must be a dict of input path -> dim or None, got {overrides!r}")
@@ -164,6 +192,12 @@ def find_batch_dims(
             )
         else:
             batch_dims[path] = dim % ndim
+    for path, dim in batch_dims.items():
+        if shapes[path][dim] == 0:
+            raise BatchError(
+                f"the batch is empty: dim {dim} of input {path!r}, of shape {list(shapes[path])}, has no rows; leave "
+                "such a batch out, on every rank"
+            )
     return batch_dims
 
 

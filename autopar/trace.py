@@ -6,23 +6,25 @@ allocated: parameters may be on the meta device, or be sharded DTensors (their g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autopar._compat import (
-    capture_joint,
-    new_fake_mode,
-)
+from autopar._compat import FakeTensorMode, capture_joint, new_fake_mode
 from autopar.captured import has_symbol, joint_graph
 from autopar.errors import AutoparError, InputError, TraceError
 from autopar.flat_module import FlatModule
+from autopar.fold import find_runs, find_stacks, held_only, is_unmoved
 from autopar.graph import JointGraph
 from autopar.model_state import ModelState
 from autopar.ownership import annotate_modules
 from autopar.precision import cast_inputs, used_dtypes
+from autopar.records import KnownResults, Record, record_call
 from autopar.signature import (
     CallSignature,
     OutputTree,
@@ -31,6 +33,9 @@ from autopar.signature import (
     flatten_inputs,
 )
 from autopar.trace_errors import trace_error
+from autopar.unfold import check_unfolds, whole_names
+
+_LOGGER = logging.getLogger(__name__)
 
 __all__ = ["OutputTree", "find_batch_dims", "flatten_inputs", "trace"]
 
@@ -45,6 +50,7 @@ def trace(
     train: bool = True,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    fold: bool = False,
 ) -> JointGraph:
     """Trace `model(*args, **kwargs)` for the batch of all ranks together.
 
@@ -66,6 +72,8 @@ def trace(
             one, else CPU.
         dtype: what the model computes in, while its parameters rest in their own dtype (see `autopar.precision`); by
             default what the dtypes of its tensors give.
+        fold: of each run of alike blocks trace four only (see `JointGraph.runs` and `autopar.unfold`), where that gives
+            the same program.
 
     Returns:
         The graph.  It takes every tensor contiguous.  Its `output_tree` is an `OutputTree`.
@@ -83,32 +91,92 @@ def trace(
 
     used = used_dtypes(model, dtype)
     with annotate_modules(model), cast_inputs(model, used):
-        state = ModelState(model)
-        target = _target_device(state, device)
+        whole = ModelState(model)
+        call = _Call(model, signature, used, tensors, shapes, _target_device(whole, device), train, dims, dtype)
+        return (fold and call.folded(whole)) or call.joint(whole)
 
-        def capture(allow_value_reads: bool) -> tuple[fx.GraphModule, FlatModule]:
-            flat = FlatModule(model, state, signature, used)
-            mode = new_fake_mode(allow_value_reads)
-            with mode:
-                fakes = [_fake_like(t, t.shape, target, train) for t in state.tensors.values()]
-                fakes += [_fake_like(t, shape, target) for t, shape in zip(tensors, shapes, strict=True)]
-            try:
-                with torch.inference_mode(False), torch.set_grad_enabled(train):
-                    return capture_joint(flat, tuple(fakes), mode), flat
-            except AutoparError:
-                raise
-            except Exception as error:  # whatever the model raises, reported with its place
-                raise trace_error(error, state.paths, dtype) from error
-            finally:
-                state.restore()
 
-        captured, flat = capture(allow_value_reads=True)
-        joint = joint_graph(captured, flat, dims)
+@dataclass
+class _Call:
+    """What is traced: a model, and what it is called with."""
+
+    model: nn.Module
+    signature: CallSignature
+    used: Mapping[int, torch.dtype]
+    tensors: Sequence[torch.Tensor]
+    shapes: Sequence[Sequence[int]]
+    device: torch.device
+    train: bool
+    batch_dims: Mapping[str, int]
+    dtype: torch.dtype | None
+
+    def joint(self, state: ModelState) -> JointGraph:
+        """The graph of the model as it is now, whose state is `state`."""
+        captured, flat = self._capture(state, allow_value_reads=True)
+        joint = joint_graph(captured, flat, self.batch_dims)
         if any(has_symbol(node.meta.get("val")) for node in joint.module.graph.nodes):
             # Values of tensors became symbols.  Trace again with such reads forbidden, only to learn where they are.
-            capture(allow_value_reads=False)
+            self._capture(state, allow_value_reads=False)
             raise TraceError("the model's shapes or scalars depend on the values of tensors, so it is no single graph")
-    return joint
+        return joint
+
+    def _capture(self, state: ModelState, allow_value_reads: bool) -> tuple[fx.GraphModule, FlatModule]:
+        flat = FlatModule(self.model, state, self.signature, self.used)
+        mode = new_fake_mode(allow_value_reads)
+        inputs = self._fakes(state, mode)
+        try:
+            with self._grad_mode():
+                return capture_joint(flat, inputs, mode), flat
+        except AutoparError:
+            raise
+        except Exception as error:  # whatever the model raises, reported with its place
+            raise trace_error(error, state.paths, self.dtype) from error
+        finally:
+            state.restore()
+
+    def _fakes(self, state: ModelState, mode: FakeTensorMode) -> tuple[torch.Tensor, ...]:
+        with mode:
+            fakes = [_fake_like(t, t.shape, self.device, self.train) for t in state.tensors.values()]
+            fakes += [_fake_like(t, shape, self.device) for t, shape in zip(self.tensors, self.shapes, strict=True)]
+        return tuple(fakes)
+
+    @contextmanager
+    def _grad_mode(self) -> Iterator[None]:
+        with torch.inference_mode(False), torch.set_grad_enabled(self.train):
+            yield
+
+    def folded(self, whole: ModelState) -> JointGraph | None:
+        """The graph with only some of each run of alike units; None if there is none that tells the others' nodes."""
+        stacks = find_stacks(self.model)
+        if not stacks:
+            return None
+        known = KnownResults(new_fake_mode())
+        numbers: dict[Hashable, int] = {}
+        try:
+            everything = self._record(whole, numbers, known)
+            runs = find_runs(everything, whole, stacks)
+            if not runs:
+                return None
+            with held_only(self.model, runs):
+                state = ModelState(self.model)
+                if not is_unmoved(everything, self._record(state, numbers, known), runs):
+                    return None
+                joint = self.joint(state)
+            joint.runs = runs
+            check_unfolds(joint)
+            inputs, _, tied = whole_names(joint)
+            expected = FlatModule(self.model, whole, self.signature, self.used).inputs
+            if inputs[: len(expected)] != expected or tied != whole.tied:  # a tensor of a unit has a name elsewhere
+                return None
+        except Exception as error:  # noqa: BLE001  (the model's own: tracing all of it meets it again, or it is not its)
+            _LOGGER.debug("not folded: %s", error)
+            return None
+        return joint
+
+    def _record(self, state: ModelState, numbers: dict[Hashable, int], known: KnownResults) -> Record:
+        flat = FlatModule(self.model, state, self.signature, self.used)
+        with self._grad_mode():
+            return record_call(flat, self._fakes(state, known.mode), numbers, known)
 
 
 def _target_device(state: ModelState, device: torch.device | str | None) -> torch.device:

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
-from autopar import grouped
-from autopar._compat import grouped_mm, tree_map
 from autopar.cost_model.ops import count_flops
-from autopar.errors import BatchError, InputError, VerificationError
+from autopar.errors import BatchError, VerificationError
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
+from autopar.placement import describe_sharding
 from autopar.plan import Plan
 from autopar.program import Collective, LocalGraph, LocalProgram
 from autopar.runtime.lockstep import run_lockstep
 from autopar.runtime.sharding import shard_tensor, unshard
 from autopar.signature import flatten_inputs
+from autopar.single_device import SEED, Reference, SingleDevice, tensor_of
 
 TOLERANCE = 1e-9
 """Largest accepted difference, relative to the largest entry of the tensor: float64 leaves about 1e-15 per operation,
 and a missing or doubled reduction is off by a factor of the rank count."""
-
-
-SEED = 1234
-"""Of the random ops, on both sides."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +36,7 @@ class VerifyReport:
         errors: every compared tensor's difference.
         plan: the plan that was verified.
         sharded_flops_fraction: share of the matrix FLOPs that is divided over ranks rather than repeated.
+        note: where and on what the comparison was made, if not on all that was given.
     """
 
     ok: bool
@@ -50,10 +45,12 @@ class VerifyReport:
     errors: Mapping[str, float]
     plan: Plan
     sharded_flops_fraction: float
+    note: str = ""
 
     def __str__(self) -> str:
         word = "equal" if self.ok else "DIFFERENT"
-        return f"{word}: {len(self.errors)} tensors, largest relative error {self.max_rel_err:.2e} in {self.worst}"
+        text = f"{word}: {len(self.errors)} tensors, largest relative error {self.max_rel_err:.2e} in {self.worst}"
+        return f"{text}, {self.note}" if self.note else text
 
 
 NOISE = 1e-6
@@ -84,85 +81,6 @@ def _largest(value: torch.Tensor) -> float:
     """The largest finite magnitude."""
     magnitude = value.detach().abs()
     return float(magnitude.where(magnitude.isfinite(), torch.zeros_like(magnitude)).max()) if value.numel() else 0.0
-
-
-@dataclass
-class SingleDevice:
-    """What one device computes: outputs by path, gradients and new buffer values by name."""
-
-    outputs: dict[str, torch.Tensor]
-    gradients: dict[str, torch.Tensor | None]
-    buffers: dict[str, torch.Tensor]
-    tangents: dict[str, torch.Tensor]
-
-
-def run_single_device(
-    model: nn.Module, joint: JointGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> SingleDevice:
-    """Run the unmodified module eagerly; gradients start from random tangents, or from 1 for a scalar.
-
-    Raises:
-        InputError: if the model fails on the inputs.
-    """
-    tangent_paths = [s.path for s in joint.inputs if s.kind is InputKind.TANGENT]
-    tree = joint.output_tree
-    with torch.set_grad_enabled(joint.trains), Float64Throughout():
-        try:
-            returned = model(*args, **kwargs)
-        except Exception as error:  # whatever the model raises on real numbers, which tracing does not see
-            reason = str(error).strip().partition("\n")[0]
-            raise InputError(
-                f"the model itself fails on these inputs in float64 on the CPU ({type(error).__name__}: {reason}): "
-                "give inputs of the dtypes and values that it takes; ops without a float64 form cannot be verified"
-            ) from error
-        outputs = dict(zip(tree.paths, tree.tensors_of(returned), strict=True))
-    generator = torch.Generator().manual_seed(0)
-    tangents = {}
-    for path in tangent_paths:
-        value = outputs[path]
-        random = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
-        tangents[path] = torch.ones_like(value) if value.dim() == 0 else random
-    params = {s.path: _lookup(model, s.path) for s in joint.inputs if s.kind is InputKind.PARAM}
-    if tangents:
-        torch.autograd.backward([outputs[p] for p in tangents], list(tangents.values()))
-    gradients = {path: p.grad for path, p in params.items()}
-    return SingleDevice(
-        {path: value.detach() for path, value in outputs.items()},
-        gradients,
-        {s.path: _lookup(model, s.path).detach() for s in joint.outputs if s.kind is OutputKind.MUTATION},
-        {path: value.detach() for path, value in tangents.items()},
-    )
-
-
-class _CopyingViews(fx.Interpreter):
-    """Runs a traced graph whose values may lie in memory otherwise than the traced ones: a view that cannot be is a
-    copy, as it is in the rewritten program."""
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_view = target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-        return super().call_function(torch.ops.aten.reshape.default if is_view else target, args, kwargs)
-
-
-def run_traced(
-    joint: JointGraph, values: Mapping[GraphInput, torch.Tensor], tangents: dict[str, torch.Tensor]
-) -> SingleDevice:
-    """Run the joint graph as it was traced, on one device."""
-    flat = [
-        SEED if s.kind is InputKind.SEED else tangents[s.path] if s.kind is InputKind.TANGENT else values[s]
-        for s in joint.inputs
-    ]
-    with torch.no_grad():
-        results = dict(zip(joint.outputs, _CopyingViews(joint.module).run(*flat), strict=True))
-
-    def of(kind: OutputKind) -> dict[str, Any]:
-        return {spec.path: value for spec, value in results.items() if spec.kind is kind}
-
-    return SingleDevice(of(OutputKind.OUTPUT), of(OutputKind.GRADIENT), of(OutputKind.MUTATION), tangents)
-
-
-def _lookup(model: nn.Module, path: str) -> torch.Tensor:
-    owner, _, name = path.rpartition(".")
-    return getattr(model.get_submodule(owner), name)  # type: ignore[no-any-return]
 
 
 def run_all_ranks(
@@ -211,58 +129,8 @@ def _rank_inputs(
     return out
 
 
-_LOW = {torch.float32, torch.bfloat16, torch.float16}
-_CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
-
-
-class Float64Throughout(TorchFunctionMode):
-    """Lifts the casts that a model makes to a lower precision (`logits.float()`) to float64, and computes grouped
-    products, which have no kernel for it, by their definition.
-
-    Otherwise one such cast would bring float32's rounding, which depends on the order of a sum, into a comparison that
-    is meant to be free of it.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        def lift(value: Any) -> Any:
-            return torch.float64 if isinstance(value, torch.dtype) and value in _LOW else value
-
-        if func in _CASTS:
-            return args[0].to(torch.float64)
-        if func is grouped_mm:
-            return grouped.multiply_in_any_dtype(*args, **(kwargs or {}))
-        return func(*map(lift, args), **{name: lift(value) for name, value in (kwargs or {}).items()})
-
-
-def in_float64(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Copies of a model and its inputs in float64 on the CPU; parameters on the meta device get random values.
-
-    Raises:
-        InputError: if an input is on the meta device, or not dense.
-    """
-    for path, tensor in flatten_inputs(args, kwargs)[0]:
-        if tensor.is_meta:
-            raise InputError(f"input {path} is on the meta device and has no values to verify with: give a real batch")
-    copied = copy.deepcopy(model)
-    if any(t.is_meta for t in [*copied.parameters(), *copied.buffers()]):
-        copied = copied.to_empty(device="cpu")
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for tensor in [*copied.parameters(), *copied.buffers()]:
-                if tensor.is_floating_point():
-                    tensor.normal_(std=0.02, generator=generator)
-                else:
-                    tensor.zero_()
-    copied = copied.cpu().double()
-
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.detach().cpu().double() if leaf.is_floating_point() else leaf.detach().cpu()
-
-    return copied, tree_map(convert, args), tree_map(convert, dict(kwargs))
+LEARNING_RATE = 1e-3
+"""Of the optimizer's steps that are compared: AdamW's default, and about the size of what one step changes."""
 
 
 def compare(
@@ -272,28 +140,76 @@ def compare(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    num_steps: int = 0,
 ) -> VerifyReport:
     """Compare a program with the single device on global inputs.  `model` is left with gradients.
 
+    With `num_steps`, both sides then take so many steps of AdamW on the same batch, each by its own gradients, and
+    everything is compared again, parameters too.  The optimizer works entry by entry, and a gradient lies as its
+    parameter does (which is checked), so that the whole tensors stand for the ranks' parts here.
+
     Raises:
         BatchError: if the batch cannot be cut over the ranks.
-        VerificationError: if the program fails to run, or moves other bytes than its graph says.
+        VerificationError: if the program fails to run, moves other bytes than its graph says, or gives a gradient that
+            lies otherwise than its parameter.
     """
-    values: dict[GraphInput, torch.Tensor] = {}
     flat = dict(flatten_inputs(args, kwargs)[0])
     check_batch(flat, joint.batch_dims, program.mesh.num_ranks)
-    for spec in joint.inputs:
-        if spec.kind in (InputKind.PARAM, InputKind.BUFFER):
-            values[spec] = _lookup(model, spec.path).detach().clone()
-        elif spec.kind is InputKind.INPUT:
-            values[spec] = flat[spec.path]
-    reference = run_single_device(model, joint, args, kwargs)
-    if any(spec.kind is InputKind.SEED for spec in joint.inputs):
-        # The model draws other random numbers than the program, so the traced graph stands for the single device.
-        reference = run_traced(joint, values, reference.tangents)
-    values.update({GraphInput(InputKind.TANGENT, path): value for path, value in reference.tangents.items()})
-    results, executed = run_all_ranks(program, values)
-    _check_bytes(program.collectives(), executed)
+    _check_gradients_lie_as_parameters(program)
+    values = {
+        spec: flat[spec.path] if spec.kind is InputKind.INPUT else tensor_of(model, spec.path).detach().clone()
+        for spec in joint.inputs
+        if spec.kind in (InputKind.PARAM, InputKind.BUFFER, InputKind.INPUT)
+    }
+    single, errors = Reference(model, joint, args, kwargs, values), {}
+    ours, theirs = (_Optimizer(side) for side in (values, single.values))
+    for step in range(num_steps + 1):
+        expected = single.step()
+        values.update({GraphInput(InputKind.TANGENT, path): value for path, value in expected.tangents.items()})
+        results, executed = run_all_ranks(program, values)
+        _check_bytes(program.collectives(), executed)
+        if step in (0, num_steps):
+            errors.update(_differences(values, results, expected, f" after {step} steps" if step else ""))
+        if step < num_steps:
+            ours.step({path: value for (kind, path), value in results.items() if kind is OutputKind.GRADIENT})
+            ours.keep({path: value for (kind, path), value in results.items() if kind is OutputKind.MUTATION})
+            theirs.step(expected.gradients)
+            theirs.keep(expected.buffers)
+    if num_steps:
+        errors.update(_parameter_differences(values, single.values, num_steps))
+    worst = max(errors, key=errors.__getitem__)
+    return VerifyReport(
+        errors[worst] <= TOLERANCE, errors[worst], worst, errors, plan, sharded_flops_fraction(joint, program)
+    )
+
+
+class _Optimizer:
+    """AdamW over one side's parameters, and the buffers beside them."""
+
+    def __init__(self, values: Mapping[GraphInput, torch.Tensor]) -> None:
+        self._parameters = {s.path: value for s, value in values.items() if s.kind is InputKind.PARAM}
+        self._buffers = {s.path: value for s, value in values.items() if s.kind is InputKind.BUFFER}
+        self._adamw = torch.optim.AdamW(self._parameters.values(), lr=LEARNING_RATE) if self._parameters else None
+
+    def step(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        for path, parameter in self._parameters.items():
+            parameter.grad = gradients.get(path)
+        if self._adamw is not None:
+            self._adamw.step()
+
+    def keep(self, buffers: Mapping[str, torch.Tensor | None]) -> None:
+        for path, value in buffers.items():
+            assert value is not None
+            self._buffers[path].copy_(value)
+
+
+def _differences(
+    values: Mapping[GraphInput, torch.Tensor],
+    results: Mapping[tuple[OutputKind, str], torch.Tensor | None],
+    reference: SingleDevice,
+    suffix: str,
+) -> dict[str, float]:
+    """The error of every result of one step."""
     known: dict[OutputKind, tuple[Mapping[str, torch.Tensor | None], str]] = {
         OutputKind.OUTPUT: (reference.outputs, "output"),
         OutputKind.GRADIENT: (reference.gradients, "gradient of"),
@@ -304,16 +220,35 @@ def compare(
     floors = dict.fromkeys(OutputKind, NOISE * scale) | {OutputKind.GRADIENT: NOISE * max(scale, steepest)}
     errors: dict[str, float] = {}
     for (kind, path), found in results.items():
-        expected, name = known[kind][0].get(path), f"{known[kind][1]} {path}"
+        expected, name = known[kind][0].get(path), f"{known[kind][1]} {path}{suffix}"
         if found is None or expected is None:
             zero = found is None and (expected is None or not expected.any())
             errors[name] = 0.0 if zero or (found is not None and not found.any()) else float("inf")
         else:
             errors[name] = relative_error(found, expected, floors[kind])
-    worst = max(errors, key=errors.__getitem__)
-    return VerifyReport(
-        errors[worst] <= TOLERANCE, errors[worst], worst, errors, plan, sharded_flops_fraction(joint, program)
-    )
+    return errors
+
+
+def _parameter_differences(
+    found: Mapping[GraphInput, torch.Tensor], expected: Mapping[GraphInput, torch.Tensor], num_steps: int
+) -> dict[str, float]:
+    return {
+        f"parameter {spec.path} after {num_steps} steps": relative_error(found[spec], value.detach(), LEARNING_RATE)
+        for spec, value in expected.items()
+        if spec.kind is InputKind.PARAM
+    }
+
+
+def _check_gradients_lie_as_parameters(program: LocalProgram) -> None:
+    inputs = zip(program.forward.inputs, program.forward.input_shardings, strict=True)
+    rests = {spec.path: sharding or () for spec, sharding in inputs if spec.kind is InputKind.PARAM}
+    backward = program.backward
+    for spec, sharding in zip(backward.outputs, backward.output_shardings, strict=True) if backward else ():
+        if spec.kind is OutputKind.GRADIENT and sharding is not None and sharding != rests[spec.path]:
+            raise VerificationError(
+                f"the gradient of {spec.path} lies as {describe_sharding(sharding, program.mesh)}, but the parameter "
+                f"as {describe_sharding(rests[spec.path], program.mesh)}"
+            )
 
 
 def sharded_flops_fraction(joint: JointGraph, program: LocalProgram) -> float:

@@ -6,10 +6,11 @@ FILE.py holds `REGISTRY`, a dict from name to an entry with `build() -> nn.Modul
 `make_batch(batch_size, seed) -> (args, kwargs)` and `loss_fn(output) -> scalar tensor`.  Each model is wrapped with its
 loss, dropout is switched off, and `autopar.verify` runs all ranks in one process in float64.  OUT is a list of
 
-    {"model", "strategy", "mesh", "ok", "refused", "max_rel_err", "sharded_flops_fraction", "error", "seconds"}
+    {"model", "strategy", "mesh", "ok", "refused", "max_rel_err", "sharded_flops_fraction", "error", "seconds", "steps"}
 
 `ok`: loss, outputs, every gradient and buffer are within 1e-9 of the single device's, relative to the tensor's largest
-entry.  `refused`: autopar declined with an error that says why.
+entry, and the same, with every parameter, after `steps` steps of AdamW.  `refused`: autopar declined with an
+error that says why.
 """
 
 from __future__ import annotations
@@ -97,17 +98,18 @@ def load_registry(path: Path) -> dict[str, Any]:
     return dict(module.REGISTRY)
 
 
-def check(entry: Any, strategy: str, mesh: str, batch: int) -> dict[str, Any]:
+def check(entry: Any, strategy: str, mesh: str, batch: int, steps: int = 3) -> dict[str, Any]:
     """One row of the result: `entry` under `strategy` on `mesh`."""
     row: dict[str, Any] = {
         "model": entry.name, "strategy": strategy, "mesh": mesh, "ok": False, "refused": False,
-        "max_rel_err": None, "sharded_flops_fraction": None, "error": None, "seconds": 0.0,
+        "max_rel_err": None, "sharded_flops_fraction": None, "error": None, "seconds": 0.0, "steps": steps,
     }  # fmt: skip
     start = time.perf_counter()
     try:
         model = entry.build()
         switch_off_dropout(model)
-        report = autopar.verify(WithLoss(model, entry.loss_fn), strategy, entry.make_batch(batch, 0), mesh=mesh)
+        whole, inputs = WithLoss(model, entry.loss_fn), entry.make_batch(batch, 0)
+        report = autopar.verify(whole, strategy, inputs, mesh=mesh, num_steps=steps)
         largest = sys.float_info.max  # JSON has no infinity
         row["max_rel_err"] = float(report.max_rel_err) if report.max_rel_err <= largest else largest
         row["sharded_flops_fraction"] = float(report.sharded_flops_fraction)
@@ -162,6 +164,7 @@ def main() -> None:
     parser.add_argument("--strategies", default=STRATEGIES)
     parser.add_argument("--mesh", default="4", help="4 or 2x2")
     parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")
+    parser.add_argument("--steps", type=int, default=3, help="of AdamW, after which all is compared again")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -173,7 +176,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in names:
         for strategy in arguments.strategies.split(","):
-            rows.append(check(registry[name], strategy, arguments.mesh, arguments.batch))
+            rows.append(check(registry[name], strategy, arguments.mesh, arguments.batch, arguments.steps))
             print(f"{name} {strategy}: {verdict(rows[-1])} ({rows[-1]['seconds']} s)", flush=True)
             if arguments.json:  # after every row, so that nothing is lost if the process dies
                 arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -50,14 +50,20 @@ class ControlGroup:
         rank: this rank.
     """
 
-    def __init__(self) -> None:
-        initialized = dist.is_available() and dist.is_initialized()
+    def __init__(self, alone: bool = False) -> None:
+        """Over all ranks, or with `alone` of this process only."""
+        initialized = not alone and dist.is_available() and dist.is_initialized()
         backend = dist.get_backend() if initialized else "fake"
         self.num_ranks = 1 if backend == "fake" else dist.get_world_size()
         self.rank = 0 if self.num_ranks == 1 else dist.get_rank()
         self._group: dist.ProcessGroup | None = None
         if self.num_ranks > 1 and backend != "gloo":
             self._group = dist.new_group(backend="gloo")
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The gloo group; None where that is the default one, or there is none."""
+        return self._group
 
     def all_agree(self, digest: int) -> bool:
         """Whether all ranks hold the same number, 0 <= digest < 2**62; each sends its 8 bytes around.

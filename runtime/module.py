@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import warnings
-from collections import OrderedDict
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,15 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import BatchError, InputError, MeshError, PlanError, StaleModelError
 from autopar.graph import describe_value
 from autopar.mesh import Mesh
+from autopar.placement import Sharding
 from autopar.plan import Plan
 from autopar.runtime.accumulation import Accumulation
+from autopar.runtime.buffers import Buffers
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import BoundStep, CompiledStep
+from autopar.runtime.gathering import gathered_calls
 from autopar.runtime.parameters import Layout, ShardedParameters, full_to_placed, planned, unplanned
+from autopar.runtime.programs import Programs
 
 Compile = Callable[[tuple[Any, ...], dict[str, Any], bool, Plan], CompiledStep]
 """`compile(args, kwargs, train, plan)`: the program for a call with this rank's example inputs.  Called on every rank;
@@ -32,10 +36,14 @@ must not communicate."""
 Decide = Callable[[tuple[Any, ...], dict[str, Any]], Plan]
 """`decide(args, kwargs)`: makes the plan from this rank's example inputs.  Called on rank 0 only."""
 
+Rehearse = Callable[[tuple[Any, ...], dict[str, Any], Plan], Any]
+"""`rehearse(args, kwargs, plan)`: tries a new plan and raises, on every rank, if it is wrong; returns a report.  Called
+on every rank."""
+
 Flatten = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Sequence[tuple[str, Tensor]], Hashable]]
 """`flatten(args, kwargs)`: the tensors of a call with their paths, and a key that covers everything else in it."""
 
-MAX_SPECIALISATIONS = 8
+MAX_SPECIALISATIONS = 16
 """Programs kept for different input shapes and modes, before the one used least recently is dropped."""
 
 
@@ -70,6 +78,7 @@ class ParallelModule(nn.Module):
         compile: Compile,  # noqa: A002 (the word for what it does)
         flatten: Flatten,
         decide: Decide | None = None,
+        rehearse: Rehearse | None = None,
         control: ControlGroup | None = None,
         max_specialisations: int = MAX_SPECIALISATIONS,
     ) -> None:
@@ -80,7 +89,7 @@ class ParallelModule(nn.Module):
             device_mesh: a mesh of all ranks of the job.
             plan: what was decided; without one, parameters become DTensors now, move later, and `decide` is asked
                 when the first call shows the shapes.
-            compile, decide, flatten: the stages above the runtime, given by the facade.
+            compile, decide, flatten, rehearse: the stages above the runtime, given by the facade.
             control: the ranks' way to agree; made here if it is not given.
             max_specialisations: how many programs to keep.
 
@@ -95,15 +104,16 @@ class ParallelModule(nn.Module):
         state["_parameters"], state["_buffers"], state["_modules"] = model._parameters, model._buffers, model._modules
         self.training = model.training
         self._compile_step, self._decide, self._flatten = compile, decide, flatten
-        self._max_specialisations = max_specialisations
+        self._rehearse = rehearse
+        self._report: Any = None
         self._user_mesh, self._control = device_mesh, control or ControlGroup()
         _check_covers(device_mesh)
         self._plan = plan
         self._layout = self._layout_for(plan.mesh if plan else None)
         rest = planned(plan.storage) if plan else unplanned(self._layout)
         self._sharded = ShardedParameters(model, self._control, self._layout, rest)
-        self._steps: OrderedDict[Hashable, tuple[int, BoundStep]] = OrderedDict()
-        self._num_compiled = self._num_forwards = 0
+        self._programs = Programs(max_specialisations)
+        self._num_forwards = 0
         self._accumulation = Accumulation()
         self._base_seed = self._control.gather(torch.initial_seed())[0] % 2**40
 
@@ -119,6 +129,30 @@ class ParallelModule(nn.Module):
         return self._plan
 
     @property
+    def verify_report(self) -> Any:
+        """What `parallelize(..., verify=True)` found; None without it, or before the first plan."""
+        return self._report
+
+    @property
+    def control(self) -> ControlGroup:
+        """How the ranks agree."""
+        return self._control
+
+    @property
+    def random_state(self) -> tuple[int, int]:
+        """What the next call's random numbers depend on: the seed, and how many calls there were.  Settable, on every
+        rank alike, which is how a run is continued."""
+        return self._base_seed, self._num_forwards
+
+    @random_state.setter
+    def random_state(self, state: tuple[int, int]) -> None:
+        self._base_seed, self._num_forwards = state
+
+    def placed(self, name: str) -> tuple[Sharding, Layout]:
+        """How a parameter rests now, in the terms of its mesh."""
+        return self._sharded.shardings[name], self._layout
+
+    @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh that parameters lie on: the user's, or a factoring or flattening of it."""
         return self._layout.device_mesh
@@ -126,7 +160,7 @@ class ParallelModule(nn.Module):
     @property
     def compiled_steps(self) -> tuple[CompiledStep, ...]:
         """The programs held now, the one used last at the end."""
-        return tuple(step.compiled for _, step in self._steps.values())
+        return self._programs.compiled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's rows of the batch; returns what the model returns.
@@ -137,10 +171,9 @@ class ParallelModule(nn.Module):
             InputError: if a tensor is on another device than the mesh.
         """
         call = self._agree_on_call(args, kwargs)
-        if call.key not in self._steps:
+        if call.key not in self._programs:
             self._specialise(call, args, kwargs)
-        self._steps.move_to_end(call.key)
-        _, step = self._steps[call.key]
+        step = self._programs.use(call.key)
         seed = self._base_seed + self._num_forwards
         self._num_forwards += 1
         return step(call.tensors, seed)
@@ -152,7 +185,7 @@ class ParallelModule(nn.Module):
             BatchError, StaleModelError, InputError: as `forward`.
         """
         call = self._agree_on_call(args, kwargs)
-        if call.key not in self._steps:
+        if call.key not in self._programs:
             self._specialise(call, args, kwargs)
 
     @contextmanager
@@ -193,7 +226,7 @@ class ParallelModule(nn.Module):
             InputError: if the directory cannot be written.
         """
         plan = self.plan
-        if not self._steps:
+        if not self._programs:
             raise PlanError("no program to export yet: call the module once, or pass example_inputs to parallelize")
         from autopar.export import export_program
 
@@ -206,8 +239,8 @@ class ParallelModule(nn.Module):
         shapes = mode = ""
         try:
             call = self._inspect(args, kwargs)
-            known = self._steps.get(call.key)
-            shapes, mode = call.shapes, f"{call.mode}, {'not compiled' if known is None else f'program {known[0]}'}"
+            known = self._programs.number(call.key)
+            shapes, mode = call.shapes, f"{call.mode}, {'not compiled' if known is None else f'program {known}'}"
         except Exception as caught:  # noqa: BLE001 (raised below, once the other ranks know)
             error = caught
         if not self._control.all_agree(_digest(f"{shapes}|{mode}|{error!r}")):
@@ -259,6 +292,8 @@ class ParallelModule(nn.Module):
             decide = self._decide
             assert decide is not None
             plan = control.on_first_rank("planning", lambda: decide(args, kwargs))
+            if self._rehearse is not None:
+                self._report = self._rehearse(args, kwargs, plan)
         final_plan = plan
         compiled = control.on_every_rank("compiling", lambda: self._compile_step(args, kwargs, call.trains, final_plan))
         fingerprints = control.gather(compiled.program.fingerprint())
@@ -270,18 +305,9 @@ class ParallelModule(nn.Module):
         if self._plan is None:
             self._adopt(plan)
         trained_inputs = [path for path, tensor in call.tensors.items() if call.trains and tensor.requires_grad]
-        buffers = _Buffers(self._model)
+        buffers = Buffers(self._model)
         step = BoundStep(compiled, self._layout, self._sharded.by_name, buffers, trained_inputs, self._accumulation)
-        self._steps[call.key] = (self._num_compiled, step)
-        self._num_compiled += 1
-        if len(self._steps) > self._max_specialisations:
-            self._steps.popitem(last=False)
-            warnings.warn(
-                f"compiled program number {self._num_compiled}, for {call.shapes}: only {self._max_specialisations} "
-                "are kept, the one used least recently was dropped and will be compiled again; pad inputs to few "
-                "shapes",
-                stacklevel=4,
-            )
+        self._programs.add(call.key, step, call.tensors)
 
     def _adopt(self, plan: Plan) -> None:
         self._layout = self._layout_for(plan.mesh)
@@ -337,38 +363,29 @@ class ParallelModule(nn.Module):
         return self._model.load_state_dict(placed, strict=strict)
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the model (`config`, methods) are reachable here too."""
+        """Attributes of the model (`config`, methods) are reachable here too.
+
+        Its methods (`generate`, `encode`) run eagerly and not compiled, on this rank's arguments, with the parameters
+        of each module gathered while that is called; every rank must call them, with the same calls inside.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
-            model = self.__dict__.get("_model")
+            model: nn.Module | None = self.__dict__.get("_model")
             if model is None or name.startswith("__"):
                 raise
-            return getattr(model, name)
+            value = getattr(model, name)
+        if not inspect.ismethod(value) or value.__self__ is not model:
+            return value
 
+        owner = model
 
-class _Buffers(Mapping[str, Tensor]):
-    """The model's buffers by name, looked up in their module each time: a user may assign a new one."""
+        @functools.wraps(value)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with gathered_calls(owner):
+                return value(*args, **kwargs)
 
-    def __init__(self, model: nn.Module) -> None:
-        self._owners = {
-            f"{prefix}.{attribute}" if prefix else attribute: (module, attribute)
-            for prefix, module in model.named_modules(remove_duplicate=False)
-            for attribute in module._buffers
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        module, attribute = self._owners[name]
-        buffer = module._buffers[attribute]
-        if buffer is None:
-            raise StaleModelError(f"buffer {name!r} was removed after planning")
-        return cast(Tensor, buffer)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._owners)
-
-    def __len__(self) -> int:
-        return len(self._owners)
+        return call
 
 
 def _check_covers(device_mesh: DeviceMesh) -> None:

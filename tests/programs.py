@@ -15,8 +15,9 @@ from autopar.plan import Plan
 from autopar.planner import plan_named
 from autopar.program import LocalProgram
 from autopar.randomness import replace_random_ops
+from autopar.single_device import Float64Throughout, in_float64
 from autopar.trace import trace
-from autopar.verification import Float64Throughout, VerifyReport, compare, in_float64
+from autopar.verification import VerifyReport, compare
 
 
 @dataclass
@@ -34,9 +35,8 @@ class Subject:
     def program(self, plan: Plan, after_pass: Callable[[str, fx.GraphModule], None] | None = None) -> LocalProgram:
         return rewrite(self.joint, plan, after_pass)
 
-    def compare(self, program: LocalProgram, plan: Plan) -> VerifyReport:
-        self.model.zero_grad()
-        return compare(self.joint, program, plan, self.model, self.args, self.kwargs)
+    def compare(self, program: LocalProgram, plan: Plan, num_steps: int = 0) -> VerifyReport:
+        return compare(self.joint, program, plan, self.model, self.args, self.kwargs, num_steps)
 
     def verify(self, strategy: str, *sizes: int) -> VerifyReport:
         plan = self.plan(strategy, *sizes)

@@ -18,7 +18,9 @@ from autopar.errors import TraceError, VerificationError
 from benchmarks import auto_steps, compare_steps, coverage, models_table, planner, step, zoo
 
 ROOT = Path(__file__).resolve().parents[1]
-ROW = ["model", "strategy", "mesh", "ok", "refused", "max_rel_err", "sharded_flops_fraction", "error", "seconds"]
+ROW = [
+    "model", "strategy", "mesh", "ok", "refused", "max_rel_err", "sharded_flops_fraction", "error", "seconds", "steps",
+]  # fmt: skip
 LINE = {
     "tag", "strategy", "shape", "config", "world", "ranks_per_host", "params", "inter_bps", "intra_bps", "steps",
     "median_s", "min_s", "mean_s", "times", "cpu_s_per_step_all_ranks", "losses", "rss_delta_mb_max",
@@ -65,8 +67,8 @@ def _registry(tmp_path: Path) -> Path:
 def row_when(monkeypatch: pytest.MonkeyPatch, registry: Path, outcome: Any, model: str = "small") -> dict[str, Any]:
     """The row of a model when `autopar.verify` returns or raises `outcome`."""
 
-    def verify(_model: nn.Module, _strategy: str, _inputs: Any, *, mesh: str) -> Any:
-        assert mesh == "4"
+    def verify(_model: nn.Module, _strategy: str, _inputs: Any, *, mesh: str, num_steps: int) -> Any:
+        assert (mesh, num_steps) == ("4", 3)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

@@ -14,9 +14,9 @@ from programs import Subject, subject
 from tiny_models import Llama, Mlp, TinyGpt, token_batch
 from torch import Tensor, nn
 
-from autopar import rules, verify
+from autopar import rules, verification, verify
 from autopar.errors import BatchError, InputError, VerificationError
-from autopar.graph import OutputKind
+from autopar.graph import InputKind, OutputKind
 from autopar.strategies import STRATEGIES
 from autopar.verification import relative_error
 
@@ -153,6 +153,34 @@ def test_every_strategy_equals_the_single_device(name: str) -> None:
 def test_eight_ranks(strategy: str, sizes: tuple[int, ...]) -> None:
     report = made("eight heads").verify(strategy, *sizes)
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("name", ["buffers", "tied", "frozen", "dropout", "odd sizes"])
+def test_steps_of_the_optimizer_are_compared_too(name: str) -> None:
+    ours = made(name)
+    plan = ours.plan("fsdp+tp", 2, 2)
+    report = ours.compare(ours.program(plan), plan, num_steps=3)
+    assert report.ok, report
+    after = {error.removesuffix(" after 3 steps") for error in report.errors if error.endswith(" after 3 steps")}
+    once = {error for error in report.errors if not error.endswith(" after 3 steps")}
+    names = {spec.path for spec in ours.joint.inputs if spec.kind is InputKind.PARAM}
+    assert after == once | {f"parameter {path}" for path in names}
+
+
+def test_an_optimizer_that_steps_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = made("mlp")
+    plan = ours.plan("zero3", 4)
+    step = verification._Optimizer.step
+    calls = iter([1.0, 1.0, 1 + 1e-4, 1.0])
+
+    def scaled(side: Any, gradients: Any) -> None:
+        factor = next(calls)
+        step(side, {path: value * factor for path, value in gradients.items()})
+
+    monkeypatch.setattr(verification._Optimizer, "step", scaled)
+    report = ours.compare(ours.program(plan), plan, num_steps=2)
+    assert not report.ok
+    assert "after 2 steps" in report.worst
 
 
 def test_every_output_gradient_and_buffer_is_compared() -> None:
