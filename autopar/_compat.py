@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch._decomp import get_decompositions
+from torch._decomp import decomposition_table, get_decompositions
 from torch._export.utils import _compiling_state_context
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
@@ -80,11 +80,13 @@ __all__ = [
     "dtensor_like",
     "fake_process_group",
     "fsdp_memory_peaks",
+    "grouped_mm",
     "is_custom_function",
     "is_plain_fake",
     "is_value_read",
     "meta_of",
     "new_fake_mode",
+    "registered_decomposition",
     "sequence_number",
     "shares_storage",
     "storage_id",
@@ -96,6 +98,10 @@ __all__ = [
     "tree_unflatten",
     "values_of",
 ]
+
+
+grouped_mm = torch._grouped_mm
+"""What `torch.nn.functional.grouped_mm` calls, and so what a `TorchFunctionMode` sees."""
 
 
 def new_fake_mode(allow_value_reads: bool = True) -> FakeTensorMode:
@@ -214,6 +220,11 @@ def broadcast_coalesced(group: dist.ProcessGroup | None, tensors: list[torch.Ten
 def core_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
     """PyTorch's own definitions of the given op packets in simpler ops, by overload."""
     return dict(get_decompositions(ops))
+
+
+def registered_decomposition(op: OpOverload) -> Callable[..., Any] | None:
+    """PyTorch's own definition of an op, if it has one."""
+    return decomposition_table.get(op)
 
 
 def shares_storage(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch import fx
 
 from autopar.errors import PlanError
 from autopar.graph import InputKind, JointGraph, OutputKind
-from autopar.plan import FactorRef
+from autopar.plan import EXPERTS, FactorRef
 from autopar.rules import OpRule, rule_for, tensor_inputs
 
 
@@ -169,6 +169,23 @@ def ranked(analysis: FactorAnalysis, refs: Iterable[FactorRef]) -> dict[Factor, 
         if factor is not None:
             places.setdefault(factor, len(places))
     return places
+
+
+def may_be_padded(analysis: FactorAnalysis, refs: Iterable[FactorRef]) -> set[Factor]:
+    """Those of a plan's factors that may be cut where they do not divide: dims of parameters.  A batch or a sequence
+    that does not divide stays whole, since views fuse the two."""
+    names = [ref for ref in refs if not ref.anchor.startswith("input:")]
+    return {factor for factor in map(analysis.find, names) if factor is not None}
+
+
+def expert_anchors(analysis: FactorAnalysis, refs: Iterable[FactorRef]) -> dict[Factor, set[fx.Node]]:
+    """The factors that a plan cuts among experts alone, and the parameters by which it names them."""
+    found: dict[Factor, set[fx.Node]] = {}
+    for ref in refs:
+        factor = analysis.find(ref) if ref.label == EXPERTS else None
+        if factor is not None:
+            found.setdefault(factor, set()).add(analysis.anchors[ref.anchor])
+    return found
 
 
 def source_of(node: fx.Node, output: int = 0) -> tuple[fx.Node, int]:

@@ -19,7 +19,7 @@ from autopar.passes.pipeline import parameter_uses
 from autopar.placement import Replicate, Sharding, is_sharded, replicated
 from autopar.plan import FactorRef, Plan, Storage
 from autopar.planner import named_on
-from autopar.strategies import batch_refs, cut_at_rest, sequence_refs
+from autopar.strategies import batch_refs, cut_at_rest, expert_refs, sequence_refs
 
 Factors = tuple[FactorRef, ...]
 
@@ -86,6 +86,9 @@ _MAX_FACTORINGS = 4
 
 def _inner(joint: JointGraph, mesh: Mesh, batch: Factors) -> Iterator[tuple[str, Factors]]:
     """What the last axis may cut."""
+    experts = expert_refs(joint, analyse(joint), mesh.sizes[-1])
+    if experts:
+        yield "experts, batch elsewhere", (*experts, *batch)
     tensor = tuple(
         ref
         for ref in named_on("fsdp+tp" if mesh.num_axes > 1 else "tp", joint, mesh).factors[-1]

@@ -1,7 +1,7 @@
 """Small functions that a local graph calls where PyTorch has no op: parts whose size depends on the rank.
 
-Only parameters at rest, and their gradients, may be cut unevenly, as `torch.chunk` does: each rank holds ceil(size / n)
-positions of the dim, the last ones fewer or none.  Everything here is plain tensor code; the exported program imports
+What does not divide is cut as `torch.chunk` does: each rank holds ceil(size / n) positions of the dim, the last ones
+fewer or none, and pads them where it computes.  Everything here is plain tensor code; the exported program imports
 it.
 """
 
@@ -27,6 +27,28 @@ def pad_dim(value: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         return value
     pads = [0, 0] * (value.dim() - 1 - dim) + [0, missing]
     return torch.nn.functional.pad(value, pads)
+
+
+def mask_padding(value: torch.Tensor, dim: int, size: int, num_chunks: int, index: int, reduce: str) -> torch.Tensor:
+    """A padded chunk of a dim whose global length is `size`, the padding such as changes no sum, maximum or minimum."""
+    length = chunk_range(size, num_chunks, index)[1]
+    missing = value.shape[dim] - length
+    if missing == 0:
+        return value
+    masked = value.clone()
+    masked.narrow(dim, length, missing).fill_(_neutral(value.dtype, reduce))
+    return masked
+
+
+def _neutral(dtype: torch.dtype, reduce: str) -> float:
+    if reduce == "sum":
+        return 0
+    if dtype.is_floating_point:
+        return float("-inf") if reduce == "max" else float("inf")
+    if dtype is torch.bool:
+        return reduce == "min"
+    limits = torch.iinfo(dtype)
+    return limits.min if reduce == "max" else limits.max
 
 
 def take_chunk(value: torch.Tensor, dim: int, num_chunks: int, index: int) -> torch.Tensor:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar import batch_norm
-from autopar._compat import OpOverload, core_decompositions, detect_fake_mode
+from autopar import batch_norm, composites
+from autopar._compat import OpOverload, core_decompositions, detect_fake_mode, tree_leaves
 from autopar.graph import JointGraph
 
 aten = torch.ops.aten
@@ -107,6 +107,18 @@ def decompose_batch_ops(graph: fx.Graph) -> None:
             replace_by_function(node, decomposition)
 
 
+def decompose_composites(graph: fx.Graph) -> None:
+    """Take apart the ops that have no rule, as far as that leads to ops that have one."""
+    pending = list(_calls(graph))
+    while pending:
+        node = pending.pop()
+        definition = composites.definition_of(node)
+        if definition is not None:
+            traced = _traced(node, definition)
+            if composites.leads_on(traced.graph.nodes):
+                pending += _place(node, traced)
+
+
 def decompose_means(graph: fx.Graph) -> None:
     """Replace a mean by a sum and a division by the global count."""
     for node in _calls(graph):
@@ -138,6 +150,8 @@ def _is_mergeable(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, OpOverload):
         return False
+    if node.target is aten.full.default:
+        return False  # equal by chance: one constant in two places would tie dims together that have nothing in common
     unmergeable = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
     return not node.target._schema.is_mutable and not unmergeable & set(node.target.tags)
 
@@ -178,6 +192,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     drop_no_ops,
     cancel_transposes,
     decompose_batch_ops,  # before the means: some losses become one
+    decompose_composites,
     decompose_means,
     drop_no_ops,  # what the decompositions left
     merge_equal_nodes,
@@ -270,7 +285,11 @@ def replace_by_function(node: fx.Node, function: Callable[..., Any]) -> None:
 
     `function` takes and returns tensors as the node's op does.  The new nodes belong to the node's module and pass.
     """
-    graph = node.graph
+    _place(node, _traced(node, function))
+
+
+def _traced(node: fx.Node, function: Callable[..., Any]) -> fx.GraphModule:
+    """The graph of a function of a node's arguments, whose inputs are the nodes among them."""
     sources = list(dict.fromkeys(node.all_input_nodes))
 
     def call(*tensors: Any) -> Any:
@@ -279,11 +298,16 @@ def replace_by_function(node: fx.Node, function: Callable[..., Any]) -> None:
         return function(*args, **kwargs)
 
     values = [source.meta["val"] for source in sources]
-    mode = detect_fake_mode(values)
+    mode = detect_fake_mode([*values, *tree_leaves(node.meta["val"])])
     assert mode is not None, f"{node} has no fake value to decompose it with"
     with mode, torch.no_grad():
-        traced = make_fx(call)(*values)
+        return make_fx(call)(*values)
 
+
+def _place(node: fx.Node, traced: fx.GraphModule) -> list[fx.Node]:
+    """Put a graph in a node's place; returns the new nodes."""
+    graph = node.graph
+    sources = list(dict.fromkeys(node.all_input_nodes))
     placed: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), sources, strict=True))
     with graph.inserting_before(node):
         results = graph.graph_copy(traced.graph, placed)
@@ -298,6 +322,7 @@ def replace_by_function(node: fx.Node, function: Callable[..., Any]) -> None:
         graph.erase_node(node)
     else:
         _replace(node, results)
+    return [outer for inner, outer in placed.items() if inner.op == "call_function"]
 
 
 def _calls(graph: fx.Graph) -> Iterable[fx.Node]:

@@ -24,8 +24,8 @@ Sharding = tuple[Placement, ...]
 
 __all__ = [
     "DimCut", "Partial", "Placement", "Replicate", "Shard", "Sharding", "StridedShard", "cuts", "describe_placement",
-    "describe_sharding", "is_sharded", "local_shape", "meta_value", "parse_placement", "replicated", "shard",
-    "shard_dim", "shard_split",
+    "describe_sharding", "is_sharded", "is_uneven", "local_shape", "meta_value", "parse_placement", "replicated",
+    "shard", "shard_dim", "shard_split",
 ]  # fmt: skip
 
 
@@ -127,6 +127,15 @@ def local_shape(
         position = coordinate[cut.axis] if coordinate is not None else 0
         local[cut.dim] = cut.split * max(0, min(chunk, inner - position * chunk))
     return tuple(local)
+
+
+def is_uneven(sharding: Sharding, axis: int, shape: tuple[int, ...], mesh: Mesh) -> bool:
+    """Whether an axis cuts a dim that it does not divide."""
+    placement = sharding[axis]
+    if not is_sharded(placement):
+        return False
+    rest = (*sharding[:axis], Replicate(), *sharding[axis + 1 :])
+    return bool(local_shape(shape, rest, mesh)[shard_dim(placement)] % mesh.sizes[axis])
 
 
 def describe_placement(placement: Placement) -> str:

@@ -27,13 +27,19 @@ class FactorRef:
         anchor: a parameter's or buffer's name, or `input:PATH` for a model input.
         dim: the tensor dim of the anchor in which the factor occurs.
         part: which factor of the dim, counted from the outermost, when the dim fuses several (a fused QKV weight).
-        label: a word for readers: `batch`, `seq`, `vocab`, `heads`, `ffn`, …
+        label: a word for readers: `batch`, `seq`, `vocab`, `heads`, `ffn`, …  `EXPERTS` has a meaning, see there.
     """
 
     anchor: str
     dim: int
     part: int = 0
     label: str = ""
+
+
+EXPERTS = "experts"
+"""Label of a factor that is cut only where its anchor is read, and where it lives on in what came of that: the products
+of experts, each with its own rows.  Where rows go to experts and come back, an op has the factor too, but runs as the
+factors after it say, so that rows change places by an all-to-all."""
 
 
 @dataclass(frozen=True)

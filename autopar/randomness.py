@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from autopar._compat import OpOverload
 from autopar.errors import TraceError
 from autopar.graph import GraphInput, InputKind, JointGraph
 from autopar.local_ops import HASHED_AT_ONCE
-from autopar.rules import Call, derives
+from autopar.rules import Call, OpRule, derives
 from autopar.rules_compute import constant as fill
 from autopar.writer import Writer
 
@@ -66,7 +67,12 @@ def _(shape: Sequence[int], cuts: Sequence[int], seed: int, salt: int, device: t
     return torch.empty(list(shape), dtype=torch.float32, device=device)
 
 
-derives(torch.ops.autopar.uniform)(fill)
+@derives(torch.ops.autopar.uniform)
+def drawn(call: Call) -> OpRule:
+    """Every position by itself; positions are counted, so that all parts must be of one size."""
+    rule = fill(call)
+    return replace(rule, even=frozenset(rule.factors))
+
 
 # SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

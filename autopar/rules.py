@@ -19,6 +19,7 @@ and arguments, and pointwise ops are recognised by PyTorch's `pointwise` tag.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,6 +52,10 @@ class OpRule:
         lookup: factor -> position of the integer input that indexes it.  Cut such a factor and each rank looks up only
         what it
             holds; the rewrite shifts and masks the indices.
+        groups: factor -> position of the integer input that says where groups of its positions end.  Cut it and the
+            rewrite shifts the ends to each rank's own positions.
+        even: factors that must not be cut into parts of different sizes, since the op counts positions or parts, or
+            would fail on padding (as an index, or in a division).
     """
 
     inputs: tuple[Dims, ...]
@@ -60,6 +65,18 @@ class OpRule:
     reduce: Mapping[str, str] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
     lookup: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
+    even: frozenset[str] = frozenset()
+
+    def may_be_uneven(self, factor: str, size: int) -> bool:
+        """Whether a part of `size` of `factor` may be cut where it does not divide: it is all of it, and not fused with
+        others in any dim."""
+        alone = all(group == (factor,) for dims in (*self.inputs, *self.outputs) for group in dims if factor in group)
+        return alone and size == self.sizes[factor] and factor not in self.even and factor not in self.groups
+
+    def is_range(self, factor: str) -> bool:
+        """Whether a rank must hold consecutive positions of `factor`, as integers count them."""
+        return factor in self.lookup or factor in self.groups
 
     def occurrences(self, factor: str, dims: Dims) -> tuple[int, int] | None:
         """Where `factor` lies in a tensor: its dim, and the product of the factors outside it in that dim."""
@@ -68,6 +85,13 @@ class OpRule:
                 outer = math.prod(self.sizes[f] for f in factors[: factors.index(factor)])
                 return dim, outer
         return None
+
+    @cached_property
+    def contracts(self) -> bool:
+        """Whether the op sums over a factor that two of its inputs have, as products do."""
+        names = [{name for group in dims for name in group} for dims in self.inputs]
+        results = {name for dims in self.outputs for group in dims for name in group}
+        return any((a & b) - results for a, b in itertools.combinations(names, 2))
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
@@ -180,16 +204,32 @@ def overloads_of(op: Any) -> list[Any]:
 
 def rule_for(node: fx.Node) -> OpRule | None:
     """The rule of a call, or None if the op has none and must run whole on every rank."""
-    from autopar import rules_attention, rules_compute, rules_image, rules_scatter, rules_view  # noqa: F401  (fill it)
+    deriver = _deriver(node.target)
+    is_tensor = isinstance(node.meta["val"], (torch.Tensor, tuple, list))
+    return deriver(Call(node)) if deriver and is_tensor else None
 
-    op: Any = node.target
+
+def has_rule(op: object) -> bool:
+    """Whether calls of an op have a rule."""
+    return _deriver(op) is not None
+
+
+def _deriver(op: object) -> Deriver | None:
+    from autopar import (  # noqa: F401  (each fills the table)
+        grouped,
+        rules_attention,
+        rules_batched,
+        rules_compute,
+        rules_image,
+        rules_scatter,
+        rules_view,
+    )
+
     if not isinstance(op, OpOverload):
         return None
     name = op.name().removesuffix(".default")  # type: ignore[no-untyped-call]
     deriver = _USER_RULES.get(name) or _DERIVERS.get(op)
-    if deriver is None and torch.Tag.pointwise in op.tags and isinstance(node.meta["val"], (torch.Tensor, tuple, list)):
-        deriver = rules_compute.pointwise
-    return deriver(Call(node)) if deriver else None
+    return deriver or (rules_compute.pointwise if torch.Tag.pointwise in op.tags else None)
 
 
 def build(
@@ -202,6 +242,8 @@ def build(
     reduce: Mapping[str, str] | None = None,
     linear: Iterable[Iterable[str]] = (),
     lookup: Mapping[str, str] | None = None,
+    groups: Mapping[str, str] | None = None,
+    even: Iterable[str] = (),
 ) -> OpRule:
     """Bind a rule to a call: dims are given per argument *name* (a list of them for a list of tensors), and checked
     against the real shapes.  An argument that is left out is taken as whole; `known` gives sizes of factors that
@@ -235,6 +277,8 @@ def build(
         dict(reduce or {}),
         tuple(frozenset(p for name in group for p in positions.get(name, ())) for group in linear),
         {factor: positions[name][0] for factor, name in (lookup or {}).items()},
+        {factor: positions[name][0] for factor, name in (groups or {}).items()},
+        frozenset(even),
     )
 
 

@@ -69,7 +69,12 @@ def pointwise(call: Call) -> OpRule:
         )
         inputs.setdefault(name, []).append(dims)
     result = tuple((f,) if size != 1 else () for f, size in zip(out, shape, strict=True))
-    return build(call, inputs, [result] * len(call.outputs), linear=_linear_sets(call))
+    even = out if call.op in _DIVISIONS and not call.outputs[0].dtype.is_floating_point else []  # type: ignore[union-attr]
+    return build(call, inputs, [result] * len(call.outputs), linear=_linear_sets(call), even=even)
+
+
+_DIVISIONS = {op for packet in (aten.floor_divide, aten.remainder, aten.fmod, aten.div) for op in overloads_of(packet)}
+"""Fail for integers if padding divides them."""
 
 
 def _linear_sets(call: Call) -> list[tuple[str, ...]]:
@@ -241,6 +246,7 @@ def embedding(call: Call) -> OpRule:
         [(*index, ("h",))],
         lookup={"v": "indices"},
         linear=[["weight"]],
+        even=names(len(index), "i"),
     )
 
 
@@ -257,6 +263,7 @@ def embedding_backward(call: Call) -> OpRule:
         lookup={"v": "indices"},
         whole=whole,
         linear=[["grad_output"]],
+        even=names(len(index), "i"),
     )
 
 
@@ -273,7 +280,15 @@ def gather(call: Call) -> OpRule:
     left = tuple(("v",) if i == dim else (f,) if source[i] == index[i] else () for i, f in enumerate(base))
     right = tuple(("j",) if i == dim else (f,) for i, f in enumerate(base))
     whole = [f for i, f in enumerate(base) if i != dim and source[i] != index[i]]
-    return build(call, {"self": left, "index": right}, [right], lookup={"v": "index"}, whole=whole, linear=[["self"]])
+    return build(
+        call,
+        {"self": left, "index": right},
+        [right],
+        lookup={"v": "index"},
+        whole=whole,
+        linear=[["self"]],
+        even=[name for (name,) in right],
+    )
 
 
 @derives(aten.index.Tensor)
@@ -298,7 +313,7 @@ def index(call: Call) -> OpRule:
     before = [i for i in free if adjacent and i < used[0]]
     after = [i for i in free if i not in before]
     right = (*((f"d{i}",) for i in before), *block, *((f"d{i}",) for i in after))
-    return build(call, {"self": left, "indices": terms}, [right], linear=[["self"]])
+    return build(call, {"self": left, "indices": terms}, [right], linear=[["self"]], even=names(width, "i"))
 
 
 # ---------------------------------------------------------------------------------------------------------- constants

@@ -17,8 +17,8 @@ def _positions(letter: str, count: int) -> Dims:
 def _convolution_terms(call: Call) -> tuple[Dims, Dims, Dims, list[str]]:
     """Dims of input, weight and output, and the factors that stay whole.
 
-    With several groups a group's channels are a factor inside the channel dim; the op's argument counts the groups, so
-    channels are cut only where there is one.
+    With several groups a group's channels are a factor inside the channel dim, and only the groups are cut: the rewrite
+    sets the argument that counts them.
     """
     num = len(call["stride"])
     here, taps, there = _positions("x", num), _positions("k", num), _positions("y", num)
@@ -27,7 +27,7 @@ def _convolution_terms(call: Call) -> tuple[Dims, Dims, Dims, list[str]]:
     rows, columns = (("c",), ("o",)) if call["transposed"] else (("o",), ("c",))
     weight: Dims = ((*group, *rows), columns, *taps)
     source: Dims = (("n",), (*group, "c"), *here)
-    return source, weight, (("n",), (*group, "o"), *there), [*whole, "g", "c", "o"] if group else whole
+    return source, weight, (("n",), (*group, "o"), *there), [*whole, "c", "o"] if group else whole
 
 
 @derives(aten.convolution)
@@ -92,8 +92,10 @@ def _num_positions(call: Call) -> int:
     aten.upsample_nearest1d.default,
     aten.upsample_nearest2d.default,
     aten.upsample_nearest3d.default,
+    aten.upsample_linear1d.default,
     aten.upsample_bilinear2d.default,
     aten.upsample_bicubic2d.default,
+    aten.upsample_trilinear3d.default,
 )
 def by_channel(call: Call) -> OpRule:
     """Pooling, padding and resampling of each channel; indices count positions within a channel."""
@@ -112,8 +114,10 @@ def by_channel(call: Call) -> OpRule:
     aten.adaptive_max_pool3d_backward.default,
     aten.reflection_pad1d_backward.default,
     aten.reflection_pad2d_backward.default,
+    aten.reflection_pad3d_backward.default,
     aten.replication_pad1d_backward.default,
     aten.replication_pad2d_backward.default,
+    aten.replication_pad3d_backward.default,
 )
 def by_channel_backward(call: Call) -> OpRule:
     """The gradient of the input of such an op."""
@@ -128,13 +132,51 @@ def by_channel_backward(call: Call) -> OpRule:
     aten.upsample_nearest1d_backward.default,
     aten.upsample_nearest2d_backward.default,
     aten.upsample_nearest3d_backward.default,
+    aten.upsample_linear1d_backward.default,
     aten.upsample_bilinear2d_backward.default,
     aten.upsample_bicubic2d_backward.default,
+    aten.upsample_trilinear3d_backward.default,
 )
 def resample_backward(call: Call) -> OpRule:
     """The gradient of a resampled image, whose size is an argument."""
     result, source, whole = _by_channel(call, "grad_output", _num_positions(call))
     return build(call, {"grad_output": result}, [source], whole=whole, linear=[["grad_output"]])
+
+
+def _sampled(call: Call) -> tuple[Dims, Dims, Dims]:
+    """Dims of an image, of the grid of places at which it is sampled, and of the samples."""
+    num = len(call.shape("input")) - 2
+    there = _positions("y", num)
+    return (("n",), ("c",), *_positions("x", num)), (("n",), *there, ("place",)), (("n",), ("c",), *there)
+
+
+@derives(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+def grid_sample(call: Call) -> OpRule:
+    """Each place of the grid is looked at in all channels of the whole image."""
+    image, grid, samples = _sampled(call)
+    whole = ["place", *(name for (name,) in image[2:])]
+    return build(call, {"input": image, "grid": grid}, [samples], whole=whole, linear=[["input"]])
+
+
+@derives(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
+def grid_sample_backward(call: Call) -> OpRule:
+    """Gradients of the image, summed over the places, and of the grid, summed over the channels."""
+    image, grid, samples = _sampled(call)
+    inputs: dict[str, Dims | list[Dims]] = {"grad_output": samples, "input": image, "grid": grid}
+    outs = [dims if asked else () for dims, asked in zip((image, grid), call["output_mask"], strict=True)]
+    return build(call, inputs, outs, whole=["place", *(name for (name,) in image[2:])], linear=[["grad_output"]])
+
+
+@derives(aten.im2col.default, aten.col2im.default)
+def windows(call: Call) -> OpRule:
+    """Windows of an image, one below another in the channel dim, and back."""
+    unfolds = "im2col" in str(call.op._schema.name)
+    lead = tuple((f,) for f in names(len(call.shape("self")) - (3 if unfolds else 2)))
+    image: Dims = (*lead, ("c",), ("x0",), ("x1",))
+    columns: Dims = (*lead, ("c", "k"), ("l",))
+    taps = {"k": int(call["kernel_size"][0]) * int(call["kernel_size"][1])}
+    source, result = (image, columns) if unfolds else (columns, image)
+    return build(call, {"self": source}, [result], known=taps, whole=["k", "l", "x0", "x1"], linear=[["self"]])
 
 
 @derives(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
@@ -154,12 +196,13 @@ def pixel_shuffle(call: Call) -> OpRule:
 
 @derives(aten.native_group_norm.default)
 def group_norm(call: Call) -> OpRule:
-    """Images may be cut; a group's channels and positions are normalised together."""
+    """Images and groups may be cut; a group's channels and positions are normalised together."""
     rank = len(call.shape("input"))
     rest = _positions("x", rank - 2)
-    image: Dims = (("n",), ("c",), *rest)
-    inputs: dict[str, Dims | list[Dims]] = {"input": image, "weight": (("c",),), "bias": (("c",),)}
-    whole = ["c", "g", *(name for (name,) in rest)]
+    channels: tuple[str, ...] = ("g", "c")
+    image: Dims = (("n",), channels, *rest)
+    inputs: dict[str, Dims | list[Dims]] = {"input": image, "weight": (channels,), "bias": (channels,)}
+    whole = ["c", *(name for (name,) in rest)]
     return build(call, inputs, [image, (("n",), ("g",)), (("n",), ("g",))], whole=whole)
 
 
@@ -168,15 +211,16 @@ def group_norm_backward(call: Call) -> OpRule:
     """The gradients of weight and bias sum over images."""
     rank = len(call.shape("input"))
     rest = _positions("x", rank - 2)
-    image: Dims = (("n",), ("c",), *rest)
+    channels: tuple[str, ...] = ("g", "c")
+    image: Dims = (("n",), channels, *rest)
     statistics: Dims = (("n",), ("g",))
     inputs: dict[str, Dims | list[Dims]] = {
         "grad_out": image,
         "input": image,
         "mean": statistics,
         "rstd": statistics,
-        "weight": (("c",),),
+        "weight": (channels,),
     }
-    dims: tuple[Dims, ...] = (image, (("c",),), (("c",),))
+    dims: tuple[Dims, ...] = (image, (channels,), (channels,))
     outs = [d if isinstance(v, torch.Tensor) else () for d, v in zip(dims, call.outputs, strict=True)]
-    return build(call, inputs, outs, whole=["c", "g", *(name for (name,) in rest)])
+    return build(call, inputs, outs, whole=["c", *(name for (name,) in rest)])

@@ -26,7 +26,8 @@ aten = torch.ops.aten
     aten.cummin.default,
 )
 def select_along(call: Call) -> OpRule:
-    """Values and indices along one dim; the indices count positions in that dim, which stays whole."""
+    """Values and indices along one dim; the indices count positions in that dim, which stays whole.  What has all
+    positions, in some order, has the dim's factor: a plan that cuts a batch cuts the sorted batch too."""
     rank = len(call.shape("self"))
     if rank == 0:
         return build(call, {}, [() for _ in call.outputs])
@@ -35,6 +36,8 @@ def select_along(call: Call) -> OpRule:
     source = tuple((f,) for f in base)
     if len(call.out_shape) < rank:
         found: Dims = tuple(d for i, d in enumerate(source) if i != dim)
+    elif call.out_shape == call.shape("self"):
+        found = source
     else:
         found = tuple(("found",) if i == dim else d for i, d in enumerate(source))
     return build(call, {"self": source}, [found] * len(call.outputs), whole=[base[dim], "found"])
@@ -106,6 +109,63 @@ def complex_parts(call: Call) -> OpRule:
     return build(call, {"self": source}, [result], whole=["parts"])
 
 
+def _diagonal(call: Call, rank: int) -> tuple[Dims, Dims, list[str]]:
+    """Dims of a tensor and of a diagonal of two of its dims, which comes last; the two and it stay whole."""
+    base = names(rank)
+    pair = {call.dim("dim1", rank), call.dim("dim2", rank)}
+    dims = tuple((f,) for f in base)
+    line: Dims = (*(d for i, d in enumerate(dims) if i not in pair), ("line",))
+    return dims, line, ["line", *(base[i] for i in pair)]
+
+
+@derives(aten.diagonal.default, aten.diagonal_copy.default)
+def diagonal(call: Call) -> OpRule:
+    """A diagonal of two dims."""
+    dims, line, whole = _diagonal(call, len(call.shape("self")))
+    return build(call, {"self": dims}, [line], whole=whole, linear=[["self"]])
+
+
+@derives(aten.diagonal_backward.default)
+def diagonal_backward(call: Call) -> OpRule:
+    """Zeros around a diagonal; the sizes are arguments."""
+    dims, line, whole = _diagonal(call, len(call.out_shape))
+    return build(call, {"grad_output": line}, [dims], whole=whole, linear=[["grad_output"]])
+
+
+@derives(aten.unfold.default)
+def unfold(call: Call) -> OpRule:
+    """Windows along one dim, which become a last one."""
+    rank = len(call.shape("self"))
+    base, dim = names(rank), call.dim("dimension", rank)
+    dims = tuple((f,) for f in base)
+    result: Dims = (*(("window",) if i == dim else d for i, d in enumerate(dims)), ("place",))
+    return build(call, {"self": dims}, [result], whole=[base[dim], "window", "place"], linear=[["self"]])
+
+
+@derives(aten.unfold_backward.default)
+def unfold_backward(call: Call) -> OpRule:
+    """The windows' sum; the sizes are arguments."""
+    rank = len(call.out_shape)
+    base, dim = names(rank), call.dim("dim", rank)
+    dims = tuple((f,) for f in base)
+    windows: Dims = (*(("window",) if i == dim else d for i, d in enumerate(dims)), ("place",))
+    return build(call, {"grad_in": windows}, [dims], whole=[base[dim], "window", "place"], linear=[["grad_in"]])
+
+
+@derives(aten.searchsorted.Tensor)
+def search(call: Call) -> OpRule:
+    """Each value is looked for in its row of the sorted ones, or in all of them if they are one row."""
+    values, rows = call.shape("self"), call.shape("sorted_sequence")
+    base = names(len(values))
+    dims = tuple((f,) for f in base)
+    inputs: dict[str, Dims | list[Dims]] = {"self": dims}
+    if len(rows) > 1 or len(values) == 1 == len(rows):
+        inputs["sorted_sequence"] = (*dims[: len(rows) - 1], ("sorted",))
+    if call["sorter"] is not None:
+        return build(call, {}, [tuple(() for _ in values)])
+    return build(call, inputs, [dims], whole=["sorted"])
+
+
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
@@ -120,7 +180,7 @@ def write_slice(call: Call) -> OpRule:
     return build(call, {"self": dims, "src": part}, [dims], whole=[base[dim], "part"], linear=[["self", "src"]])
 
 
-@derives(aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
+@derives(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two)
 def scatter(call: Call) -> OpRule:
     """Elements are written along `dim`, which stays whole, as does any dim in which the index is shorter."""
     into, at = call.shape("self"), call.shape("index")

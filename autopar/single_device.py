@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import tree_map
+from autopar import grouped
+from autopar._compat import grouped_mm, tree_map
 from autopar.errors import InputError
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
 from autopar.signature import flatten_inputs
@@ -163,6 +164,8 @@ class Float64Throughout(TorchFunctionMode):
 
         if func in _CASTS:
             return args[0].to(torch.float64)
+        if func is grouped_mm:  # which has no kernel for float64
+            return grouped.multiply_in_any_dtype(*args, **(kwargs or {}))
         return func(*map(lift, args), **{name: lift(value) for name, value in (kwargs or {}).items()})
 
 

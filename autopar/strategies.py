@@ -27,13 +27,13 @@ import torch
 from torch import fx
 
 from autopar.errors import InputError, MeshError
-from autopar.factors import Factor, FactorAnalysis
+from autopar.factors import Factor, FactorAnalysis, source_of
 from autopar.graph import JointGraph
 from autopar.mesh import Mesh
 from autopar.passes.decompose import DECOMPOSITIONS
 from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard
-from autopar.plan import FactorRef, Plan, Storage
-from autopar.rules import is_look_or_cast
+from autopar.plan import EXPERTS, FactorRef, Plan, Storage
+from autopar.rules import OpRule, is_look_or_cast
 
 STRATEGIES = ("replicate", "ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "tp+sp", "fsdp+tp")
 """The named strategies, simplest first."""
@@ -208,13 +208,42 @@ def tensor_parallel_factors(joint: JointGraph, analysis: FactorAnalysis, num_ran
     return out or [()]
 
 
+def expert_refs(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) -> tuple[FactorRef, ...]:
+    """Dims of parameters along which a product treats each part by itself, with rows of its own: experts, if they
+    divide."""
+    params = {node: path for path, node in joint.param_nodes().items()}
+    found: dict[int, Factor] = {}
+    for node, rule in analysis.rules.items():
+        for i, operand in enumerate(analysis.operands[node]):
+            if operand in params or is_look_or_cast(operand):
+                for name in _batched(rule, i):
+                    for factor in analysis.rule_factors(node, name)[:1]:
+                        found[id(factor)] = factor
+    refs = []
+    for node, path in params.items():
+        shape = node.meta["val"].shape
+        for dim in range(len(shape)) if len(shape) > 2 else ():
+            parts = analysis.dim_factors(node, dim)
+            if len(parts) == 1 and id(parts[0]) in found and parts[0].size % num_ranks == 0:
+                refs.append(FactorRef(path, dim, 0, EXPERTS))
+    return tuple(refs)
+
+
+def _batched(rule: OpRule, operand: int) -> set[str]:
+    """Factors that all operands and results of a product have."""
+    if not _contracts(rule, operand):
+        return set()
+    terms = [{name for group in dims for name in group} for dims in (*rule.inputs, *rule.outputs)]
+    return set.intersection(*terms)
+
+
 Group = list[tuple[FactorRef, Factor, fx.Node]]
 
 
 def _factor_groups(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) -> dict[str, Group]:
     """Divisible factors of parameters of two dims or more, grouped by where they occur with layer numbers left out."""
     blocked = _factors_kept_whole(analysis)
-    matmul_params = _multiplied_params(joint)
+    matmul_params = _multiplied_params(joint, analysis)
     occurrences: dict[int, Group] = {}
     for path, node in joint.param_nodes().items():
         if node.meta["val"].dim() < 2:
@@ -233,11 +262,19 @@ def _factor_groups(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) 
 
 
 def _best_part(parts: list[Factor], num_ranks: int, blocked: set[int]) -> tuple[int, Factor] | None:
-    """Of the factors that one dim fuses, the outermost that divides and that no op needs whole."""
+    """Of the factors that one dim fuses, the outermost that divides and that no op needs whole; or the dim, if it is
+    one factor and cutting it wastes little."""
     for part, factor in enumerate(parts):
         if factor.size % num_ranks == 0 and id(factor) not in blocked:
             return part, factor
+    if len(parts) == 1 and id(parts[0]) not in blocked and -parts[0].size % num_ranks <= _MAX_PADDING * parts[0].size:
+        return 0, parts[0]
     return None
+
+
+_MAX_PADDING = 1 / 8
+"""The largest share of a dim that padding may add where its size does not divide: an odd vocabulary adds next to none,
+a classifier of ten classes on four ranks would add a fifth."""
 
 
 def _factors_kept_whole(analysis: FactorAnalysis) -> set[int]:
@@ -257,19 +294,33 @@ def _factors_kept_whole(analysis: FactorAnalysis) -> set[int]:
 _aten = torch.ops.aten
 
 
-def _multiplied_params(joint: JointGraph) -> set[fx.Node]:
-    """Parameters that reach a matrix product through views and casts."""
-    products = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
-    out = set()
-    for node in joint.param_nodes().values():
-        seen = [node]
-        for value in seen:
-            for user in value.users:
-                if user.target in products:
-                    out.add(node)
-                elif user not in seen and is_look_or_cast(user):
-                    seen.append(user)
+def _multiplied_params(joint: JointGraph, analysis: FactorAnalysis) -> set[fx.Node]:
+    """Parameters that reach a product, such as a matrix product or a convolution: themselves, in another shape, some
+    rows of them, or what is computed from parameters alone (a weight norm)."""
+    made_of: dict[fx.Node, frozenset[fx.Node]] = {p: frozenset((p,)) for p in joint.param_nodes().values()}
+    out: set[fx.Node] = set()
+    for node, rule in analysis.rules.items():
+        operands = analysis.operands[node]
+        sources = [made_of.get(source_of(n)[0]) for n in operands]
+        contracted = [params for i, params in enumerate(sources) if params and _contracts(rule, i)]
+        out.update(*contracted)
+        data = (n for n, params in zip(operands, sources, strict=True) if params is None)
+        if not contracted and not rule.lookup and all(n.meta["val"].dtype in _INTEGERS for n in data):
+            made_of[node] = frozenset().union(*(params for params in sources if params))
     return out
+
+
+_INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+
+
+def _contracts(rule: OpRule, operand: int) -> bool:
+    """Whether an op sums over a factor that this operand and another one have."""
+    ours, *others = (
+        {name for group in dims for name in group}
+        for dims in (rule.inputs[operand], *rule.inputs[:operand], *rule.inputs[operand + 1 :])
+    )
+    results = {name for dims in rule.outputs for group in dims for name in group}
+    return any((ours & other) - results for other in others)
 
 
 def _table_worth_cutting(joint: JointGraph, node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar._compat import OpOverload, shares_storage
 from autopar.graph import InputKind, OutputKind
-from autopar.local_ops import drop_padding, pad_dim, take_chunk
+from autopar.local_ops import drop_padding, mask_padding, pad_dim, take_chunk
 from autopar.program import LocalGraph, LocalProgram
 
 Layouts = Mapping[fx.Node, Any]
@@ -154,7 +154,7 @@ def _dense(value: Any) -> Any:
     return tuple(_dense(v) for v in value) if isinstance(value, (tuple, list)) else value
 
 
-_FUNCTIONS = {operator.getitem, take_chunk, drop_padding, pad_dim}
+_FUNCTIONS = {operator.getitem, take_chunk, drop_padding, mask_padding, pad_dim}
 
 _POINTWISE = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
 """Pointwise for strides, whatever their tags are."""

@@ -17,7 +17,7 @@ from autopar._compat import OpOverload
 from autopar.cluster import Device
 from autopar.cost_model.efficiency import attention_blocks, attention_time, matmul_time
 from autopar.cost_model.layout import Layouts, is_view
-from autopar.local_ops import drop_padding, pad_dim, take_chunk
+from autopar.local_ops import drop_padding, mask_padding, pad_dim, take_chunk
 from autopar.program import COLLECTIVE_KINDS
 
 
@@ -154,7 +154,8 @@ def count_flops(graph: fx.Graph) -> int:
 _SHARING_OPS = {"aten::_unsafe_view", "_c10d_functional::wait_tensor"}
 """Share their input's memory though their schema does not say so."""
 
-_SHARING_FUNCTIONS = {operator.getitem, take_chunk, drop_padding}
+_SHARING_FUNCTIONS = {operator.getitem, take_chunk, drop_padding, mask_padding}
+"""`mask_padding` copies on the last rank alone, which has less of everything else."""
 
 _MAYBE_COPYING_OPS = {"aten::reshape", "aten::contiguous", "aten::to", "aten::flatten"}
 """Views according to their schema, copies when the layout or the dtype demands it."""
@@ -220,6 +221,11 @@ def _contraction_shape(node: fx.Node, left: int) -> tuple[int, int, int, int, in
     return batch, m, total // max(1, batch * m), k, operand.element_size()
 
 
+def _grouped_product(node: fx.Node, dims: Dims) -> Terms:
+    """Each row meets its group's matrix, or each pair of columns meets in its group's rows."""
+    return [(2, (*dims(_operand(node, 0)), dims(node)[-1]))]
+
+
 def _convolution(node: fx.Node, dims: Dims) -> Terms:
     """Each position of the output (of the input, when transposed) meets one filter of `weight[0]`'s size."""
     positions = dims(_operand(node, 0)) if node.args[6] else dims(node)
@@ -277,6 +283,7 @@ _CONTRACTIONS = {
 
 _FLOPS: dict[str, Callable[[fx.Node, Dims], Terms]] = {
     **{name: _contraction(left) for name, left in _CONTRACTIONS.items()},
+    "autopar::grouped_mm": _grouped_product,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     **dict.fromkeys(_ATTENTION_FORWARD, _attention),

@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from autopar._compat import LazyGraphModule
-from autopar.factors import Factor, FactorAnalysis, ranked
+from autopar.factors import Factor, FactorAnalysis, may_be_padded, ranked
 from autopar.graph import JointGraph, copy_node
 from autopar.passes.one_hot import sum_of_one_hot
-from autopar.plan import Plan
+from autopar.plan import EXPERTS, Plan
 from autopar.rules import Call
 from autopar.writer import Writer
 
@@ -106,7 +106,7 @@ DECOMPOSITIONS: dict[Any, Callable[[Call, Writer], fx.Node]] = {
 
 def cut_whole(joint: JointGraph, analysis: FactorAnalysis, plan: Plan) -> tuple[fx.Node, ...]:
     """The ops that can be taken apart and that the plan would cut along a factor which they need whole."""
-    wanted = [ranked(analysis, refs) for refs in plan.factors]
+    wanted = [ranked(analysis, (ref for ref in refs if ref.label != EXPERTS)) for refs in plan.factors]
     if not any(wanted):
         return ()
     return tuple(
@@ -134,8 +134,13 @@ def _is_cut(node: fx.Node, analysis: FactorAnalysis, wanted: Sequence[Mapping[Fa
     rule = analysis.rules.get(node)
     if rule is None:
         return False
-    for places, size in zip(wanted, plan.mesh.sizes, strict=True):
-        parts = ((f, name) for name, _, f in analysis.parts(node) if f in places and f.size % size == 0)
+    for places, refs, size in zip(wanted, plan.factors, plan.mesh.sizes, strict=True):
+        padded = may_be_padded(analysis, refs)
+        parts = (
+            (f, name)
+            for name, _, f in analysis.parts(node)
+            if f in places and (f.size % size == 0 or (f in padded and rule.may_be_uneven(name, f.size)))
+        )
         found = [(places[f], name in rule.whole) for f, name in parts]
         if found and min(found, key=lambda pair: pair[0])[1]:
             return True

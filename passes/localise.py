@@ -5,7 +5,6 @@ Preserves numerics exactly.  Placeholders for the rank's position along each mes
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch
 from torch import fx
 
 from autopar._compat import OpOverload
-from autopar.graph import add_call
+from autopar.local_ops import mask_padding, pad_dim
 from autopar.mesh import Mesh
-from autopar.passes.propagate import Cut
+from autopar.passes.localise_indices import Emitter, localise_groups, localise_lookup, set_arguments
+from autopar.passes.localise_padding import pad_operands
 from autopar.passes.reshard import is_reshard
 from autopar.placement import cuts, local_shape, meta_value
-from autopar.rules import Call, argument_names, tensor_inputs
+from autopar.rules import Call
 
 aten = torch.ops.aten
 
@@ -43,6 +43,7 @@ def localise(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
         node.meta["val"] = local_value(value, node.meta["sharding"], mesh)
         if node.op == "call_function" and not is_reshard(node) and isinstance(node.target, OpOverload):
             _localise_sizes(node, value)
+            pad_operands(module.graph, node, ranks, mesh)
             _make_dense(module.graph, node)
             if node.target is torch.ops.autopar.uniform.default:
                 _localise_random(node, ranks, mesh)
@@ -50,7 +51,10 @@ def localise(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
             looked_up = [(a, c) for a, c in enumerate(node.meta["cuts"]) if rule and c and c.factor in rule.lookup]
             if looked_up:
                 assert rule is not None
-                _localise_lookup(module.graph, node, rule.lookup[looked_up[0][1].factor], looked_up, ranks, mesh)
+                localise_lookup(module.graph, node, rule.lookup[looked_up[0][1].factor], looked_up, ranks, mesh)
+            grouped = [axis for axis, c in enumerate(node.meta["cuts"]) if rule and c and c.factor in rule.groups]
+            if grouped:
+                localise_groups(module.graph, node, grouped, ranks, mesh)
     return module
 
 
@@ -79,18 +83,6 @@ def _localise_sizes(node: fx.Node, value: Any) -> None:
         resize(node, Call(node), [int(n) for n in first.shape])
 
 
-def _set(node: fx.Node, call: Call, **changes: Any) -> None:
-    names = argument_names(node.target)
-    args, kwargs = list(node.args), dict(node.kwargs)
-    for name, value in changes.items():
-        position = names.index(name)
-        if name in kwargs or position >= len(args):
-            kwargs[name] = value
-        else:
-            args[position] = value
-    node.args, node.kwargs = tuple(args), kwargs
-
-
 def _reshape(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
     # A local tensor may have other strides than the traced one, so a view that was possible may need a copy.
     node.target = aten.reshape.default
@@ -98,7 +90,7 @@ def _reshape(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
 
 
 def _size(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
-    _set(node, call, size=list(shape))
+    set_arguments(node, call, size=list(shape))
 
 
 def _split(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
@@ -113,7 +105,7 @@ def _slice(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
     local, whole = source.meta["val"].shape[dim], source.meta["global_shape"][dim]
     if local != whole:
         bounds = {name: _scaled(call[name], local, whole) for name in ("start", "end")}
-        _set(node, call, **bounds)
+        set_arguments(node, call, **bounds)
 
 
 def _scaled(position: int | None, local: int, whole: int) -> int | None:
@@ -127,28 +119,40 @@ def _slice_backward(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
     dim = call.dim("dim", len(shape))
     local, whole = shape[dim], int(call["input_sizes"][dim])
     start, end = _scaled(call["start"], local, whole), _scaled(call["end"], local, whole)
-    _set(node, call, input_sizes=list(shape), start=start, end=end)
+    set_arguments(node, call, input_sizes=list(shape), start=start, end=end)
 
 
-def _select_backward(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
-    _set(node, call, input_sizes=list(shape))
+def _input_sizes(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    set_arguments(node, call, input_sizes=list(shape))
 
 
 def _embedding_backward(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
-    _set(node, call, num_weights=shape[0])
+    set_arguments(node, call, num_weights=shape[0])
+
+
+def _num_groups(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    if call["groups"] > 1:
+        set_arguments(node, call, groups=_share(call["groups"], call["input"]))
 
 
 def _bias_size(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    _num_groups(node, call, shape)
     if call["bias_sizes"] is not None:
-        _set(node, call, bias_sizes=[int(call["grad_output"].meta["val"].shape[1])])
+        set_arguments(node, call, bias_sizes=[int(call["grad_output"].meta["val"].shape[1])])
 
 
-def _num_images(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
-    _set(node, call, N=int(call["input"].meta["val"].shape[0]))
+def _group_norm(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+    images, channels, *_ = call["input"].meta["val"].shape
+    set_arguments(node, call, N=int(images), C=int(channels), group=_share(call["group"], call["input"]))
+
+
+def _share(num_groups: int, image: fx.Node) -> int:
+    """How many of an image's groups of channels are here."""
+    return num_groups * int(image.meta["val"].shape[1]) // int(image.meta["global_shape"][1])
 
 
 def _input_size(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
-    _set(node, call, input_size=list(shape))
+    set_arguments(node, call, input_size=list(shape))
 
 
 _RESIZERS: dict[Any, Resizer] = {
@@ -173,14 +177,19 @@ _RESIZERS: dict[Any, Resizer] = {
     aten.split_with_sizes.default: _split,
     aten.slice.Tensor: _slice,
     aten.slice_backward.default: _slice_backward,
-    aten.select_backward.default: _select_backward,
+    aten.select_backward.default: _input_sizes,
+    aten.diagonal_backward.default: _input_sizes,
+    aten.unfold_backward.default: _input_sizes,
     aten.embedding_dense_backward.default: _embedding_backward,
+    aten.convolution.default: _num_groups,
     aten.convolution_backward.default: _bias_size,
-    aten.native_group_norm.default: _num_images,
-    aten.native_group_norm_backward.default: _num_images,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm,
     aten.upsample_nearest1d_backward.default: _input_size,
     aten.upsample_nearest2d_backward.default: _input_size,
     aten.upsample_nearest3d_backward.default: _input_size,
+    aten.upsample_linear1d_backward.default: _input_size,
+    aten.upsample_trilinear3d_backward.default: _input_size,
     aten.upsample_bilinear2d_backward.default: _input_size,
     aten.upsample_bicubic2d_backward.default: _input_size,
 }
@@ -191,17 +200,20 @@ _DENSE_ARGUMENTS: dict[Any, tuple[str, ...]] = {
     aten._fused_rms_norm_backward.default: ("rstd",),
     aten.native_group_norm.default: ("input",),
     aten.native_group_norm_backward.default: ("grad_out", "input", "mean", "rstd"),
+    aten._linalg_det.default: ("A",),
+    aten._linalg_slogdet.default: ("A",),
     aten.adaptive_max_pool3d_backward.default: ("grad_output", "self", "indices"),
 }
-"""Arguments that PyTorch's kernels take to be dense without looking; a slice along an inner dim is not."""
+"""Arguments that PyTorch's kernels take to be dense without looking, or whose factors depend on the order in memory; a
+slice along an inner dim is not dense."""
 
 
 def _make_dense(graph: fx.Graph, node: fx.Node) -> None:
     for name in _DENSE_ARGUMENTS.get(node.target, ()):
         source = Call(node)[name]
-        if is_reshard(source):
+        if is_reshard(source) or source.target in (pad_dim, mask_padding):
             with graph.inserting_before(node):
-                node.replace_input_with(source, _Emitter(graph, node)(aten.contiguous.default, (source,), source))
+                node.replace_input_with(source, Emitter(graph, node)(aten.contiguous.default, (source,), source))
 
 
 def _localise_random(node: fx.Node, ranks: dict[str, fx.Node], mesh: Mesh) -> None:
@@ -211,114 +223,3 @@ def _localise_random(node: fx.Node, ranks: dict[str, fx.Node], mesh: Mesh) -> No
         part += [cut.dim, cut.split, mesh.sizes[cut.axis], ranks[mesh.names[cut.axis]]]
     _, _, *rest = node.args
     node.args = (list(node.meta["val"].shape), part, *rest)
-
-
-# ------------------------------------------------------------------------------------------------------------- lookups
-
-
-def _localise_lookup(
-    graph: fx.Graph,
-    node: fx.Node,
-    index_position: int,
-    cuts: list[tuple[int, Cut]],
-    ranks: dict[str, fx.Node],
-    mesh: Mesh,
-) -> None:
-    """Let each rank look up only what it holds: shift the indices, and mask those that other ranks hold.
-
-    The masked results are zero, so that their sum over the ranks is the whole lookup.
-    """
-    index = tensor_inputs(node)[index_position]
-    call = Call(node)
-    backward = "grad_output" in call.args
-    held = node.meta["val"].shape[0] if backward else _held(node, call)
-    emit = _Emitter(graph, node)
-    with graph.inserting_before(node):
-        block: Any = 0
-        for axis, _ in cuts:
-            block = emit.number(
-                operator.add, emit.number(operator.mul, block, mesh.sizes[axis]), ranks[mesh.names[axis]]
-            )
-        local = emit(aten.sub.Tensor, (index, emit.number(operator.mul, block, held)), index)
-        outside = emit(
-            aten.logical_or.default,
-            (
-                emit(aten.lt.Scalar, (local, 0), index, torch.bool),
-                emit(aten.ge.Scalar, (local, held), index, torch.bool),
-            ),
-            index,
-            torch.bool,
-        )
-        if backward and call.args.get("padding_idx", -1) >= 0:
-            padding = emit(aten.eq.Scalar, (index, call["padding_idx"]), index, torch.bool)
-            outside = emit(aten.logical_or.default, (outside, padding), index, torch.bool)
-        safe = emit(aten.masked_fill.Scalar, (local, outside, 0), index)
-        if backward:
-            gradient = call["grad_output"]
-            mask = emit(aten.unsqueeze.default, (outside, -1), index, torch.bool, extra=1)
-            masked = emit(aten.masked_fill.Scalar, (gradient, mask, 0), gradient)
-            node.replace_input_with(gradient, masked)
-        node.replace_input_with(index, safe)
-    if "padding_idx" in call.args:
-        _set(node, call, padding_idx=-1)
-    if not backward:
-        _mask_result(graph, node, outside, emit)
-
-
-def _held(node: fx.Node, call: Call) -> int:
-    table = call["weight"] if "weight" in call.args else call["self"]
-    dim = 0 if "weight" in call.args else call.dim("dim", table.meta["val"].dim())
-    return int(table.meta["val"].shape[dim])
-
-
-def _mask_result(graph: fx.Graph, node: fx.Node, outside: fx.Node, emit: _Emitter) -> None:
-    users = list(node.users)
-    with graph.inserting_after(node):
-        mask = outside
-        if node.meta["val"].dim() > outside.meta["val"].dim():
-            mask = graph.call_function(aten.unsqueeze.default, (outside, -1))
-            mask.meta = {
-                **outside.meta,
-                "val": outside.meta["val"].unsqueeze(-1),
-                "global_shape": (*outside.meta["global_shape"], 1),
-            }
-    with graph.inserting_after(mask if mask is not outside else node):
-        masked = graph.call_function(aten.masked_fill.Scalar, (node, mask, 0))
-        masked.meta = dict(node.meta)
-    for user in users:
-        user.replace_input_with(node, masked)
-
-
-class _Emitter:
-    """Creates nodes beside an op, with local metadata copied from a model node."""
-
-    def __init__(self, graph: fx.Graph, owner: fx.Node) -> None:
-        self.graph, self.owner = graph, owner
-
-    def __call__(
-        self, op: Any, args: tuple[Any, ...], like: fx.Node, dtype: torch.dtype | None = None, extra: int = 0
-    ) -> fx.Node:
-        value, ones = like.meta["val"], (1,) * extra
-        meta = {
-            "val": meta_value((*value.shape, *ones), dtype or value.dtype),
-            "module": self.owner.meta["module"],
-            "backward": self.owner.meta["backward"],
-            "sharding": like.meta["sharding"],
-            "global_shape": (*like.meta["global_shape"], *ones),
-        }
-        return add_call(self.graph, op, args, {}, meta)
-
-    def number(self, op: Any, left: Any, right: Any) -> Any:
-        """An integer computed from rank positions; constants fold."""
-        if isinstance(left, int) and isinstance(right, int):
-            return op(left, right)
-        if op is operator.add and left == 0:
-            return right
-        meta = {
-            "val": 0,
-            "module": self.owner.meta["module"],
-            "backward": self.owner.meta["backward"],
-            "sharding": None,
-            "global_shape": None,
-        }
-        return add_call(self.graph, op, (left, right), {}, meta)

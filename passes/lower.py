@@ -28,6 +28,7 @@ from torch import fx
 from autopar.graph import add_call
 from autopar.local_ops import drop_padding, pad_dim, take_chunk
 from autopar.mesh import Mesh
+from autopar.passes.localise_padding import drop_padding_of_outputs
 from autopar.passes.reshard import is_reshard
 from autopar.placement import (
     Partial,
@@ -36,7 +37,7 @@ from autopar.placement import (
     Sharding,
     cuts,
     is_sharded,
-    local_shape,
+    is_uneven,
     meta_value,
     shard_dim,
     shard_split,
@@ -53,10 +54,12 @@ def lower_reshards(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
     for node in [n for n in graph.nodes if is_reshard(n)]:
         with graph.inserting_before(node):
             lowering = _Lowering(graph, node, mesh, ranks)
+            lowering.pad_what_stays()
             for step in route(node.meta["source"], node.meta["sharding"], node.meta["global_shape"], mesh):
                 lowering.apply(step)
         node.replace_all_uses_with(lowering.value)
         graph.erase_node(node)
+    drop_padding_of_outputs(graph, ranks, mesh)
     return module
 
 
@@ -66,23 +69,15 @@ Step = tuple[int, Placement, Placement]
 
 @functools.lru_cache(maxsize=4096)
 def route(source: Sharding, target: Sharding, shape: tuple[int, ...], mesh: Mesh) -> tuple[Step, ...]:
-    """The moves that take `source` to `target`, with uneven cuts gathered first and made last: in between, every rank's
-    part has the same size."""
+    """The moves that take `source` to `target`, with uneven cuts gathered first and made last, unless they stay: in
+    between, every rank's part has the same size."""
     axes = range(mesh.num_axes)
-    gathered = tuple(Replicate() if is_uneven(source, a, shape, mesh) else source[a] for a in axes)
+    moves = [source[a] != target[a] for a in axes]
+    gathered = tuple(Replicate() if moves[a] and is_uneven(source, a, shape, mesh) else source[a] for a in axes)
     waiting = tuple(p if isinstance(p, Partial) else Replicate() for p in gathered)
-    last = tuple(waiting[a] if is_uneven(target, a, shape, mesh) else target[a] for a in axes)
+    last = tuple(waiting[a] if moves[a] and is_uneven(target, a, shape, mesh) else target[a] for a in axes)
     stops = [source, gathered, last, target]
     return tuple(step for before, after in itertools.pairwise(stops) for step in steps(before, after, mesh))
-
-
-def is_uneven(sharding: Sharding, axis: int, shape: tuple[int, ...], mesh: Mesh) -> bool:
-    """Whether an axis cuts a dim that it does not divide."""
-    placement = sharding[axis]
-    if not is_sharded(placement):
-        return False
-    rest = (*sharding[:axis], Replicate(), *sharding[axis + 1 :])
-    return bool(local_shape(shape, rest, mesh)[shard_dim(placement)] % mesh.sizes[axis])
 
 
 def steps(source: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Step]:
@@ -161,6 +156,14 @@ class _Lowering:
         self.state[axis] = then
         if self.value is not self.node.args[0]:
             self.value.meta["sharding"] = tuple(self.state)
+
+    def pad_what_stays(self) -> None:
+        """Bring uneven parts that only move along other axes to one size."""
+        for axis, (now, then) in enumerate(zip(self.state, self.node.meta["sharding"], strict=True)):
+            if now == then and self._uneven(axis, now):
+                dim = shard_dim(now)
+                self._emit(pad_dim, (self.value, dim, self.shape[dim]), self.shape)
+                self.value.meta["sharding"] = tuple(self.state)
 
     # -- bookkeeping
 

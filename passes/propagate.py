@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.factors import Factor, FactorAnalysis, ranked, source_of
+from autopar.factors import Factor, FactorAnalysis, expert_anchors, may_be_padded, ranked, source_of
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
 from autopar.mesh import Mesh
 from autopar.placement import Partial, Placement, Replicate, Sharding, is_sharded, replicated, shard
@@ -137,6 +137,8 @@ class _Ops:
         self.joint, self.analysis, self.mesh = joint, analysis, plan.mesh
         self.nodes: dict[fx.Node, NodeSharding] = {}
         self.wanted = [ranked(analysis, refs) for refs in plan.factors]
+        self.experts = [expert_anchors(analysis, refs) for refs in plan.factors]
+        self.padded = [may_be_padded(analysis, refs) for refs in plan.factors]
         self.whole = replicated(plan.mesh)
         self.unreduced: set[fx.Node] = set()
         self.resting = resting_gradients(joint)
@@ -213,15 +215,40 @@ class _Ops:
             position = wanted.get(factor)
             if position is not None and name not in rule.whole and (best is None or position < best[0]):
                 cut = Cut(name, split)
-                if self._divides(rule, cut, factor.size, axis, earlier):
+                if factor in self.experts[axis] and not self._stays_with_experts(node, rule, cut, factor, axis):
+                    continue
+                if self._divides(rule, cut, factor, axis, earlier):
                     best = (position, cut)
         return best[1] if best else None
 
-    def _divides(self, rule: OpRule, cut: Cut, size: int, axis: int, earlier: Sequence[Cut | None]) -> bool:
-        if cut.factor in rule.lookup and cut.split != 1:
+    def _stays_with_experts(self, node: fx.Node, rule: OpRule, cut: Cut, factor: Factor, axis: int) -> bool:
+        """Whether an op reads the experts' own parameters, or what already lies cut among experts, and keeps it so.
+
+        A product does so for its experts' rows alone: where one operand has no experts, the rows come back first.
+        """
+        has = [rule.occurrences(cut.factor, dims) is not None for dims in rule.inputs]
+        if not any(rule.occurrences(cut.factor, dims) for dims in rule.outputs) or (rule.contracts and not all(has)):
+            return False
+        return any(
+            self._lies_with_experts(source_of(operand), input_placement(rule, dims, cut), factor, axis)
+            for operand, dims, theirs in zip(self.analysis.operands[node], rule.inputs, has, strict=True)
+            if theirs
+        )
+
+    def _lies_with_experts(self, value: tuple[fx.Node, int], placed: Placement, factor: Factor, axis: int) -> bool:
+        source, index = value
+        if source in self.experts[axis][factor]:
+            return True
+        return source in self.nodes and self.nodes[source].outputs[index][axis] == placed
+
+    def _divides(self, rule: OpRule, cut: Cut, factor: Factor, axis: int, earlier: Sequence[Cut | None]) -> bool:
+        """Whether a cut gives equal parts, or parts that may be padded."""
+        if rule.is_range(cut.factor) and cut.split != 1:
             return False  # a lookup needs one consecutive range of the table per rank
-        taken = math.prod(n for c, n in zip(earlier, self.mesh.sizes, strict=False) if c == cut)
-        return size % (taken * self.mesh.sizes[axis]) == 0
+        same = [n for c, n in zip(earlier, self.mesh.sizes, strict=False) if c == cut]
+        if factor.size % (math.prod(same) * self.mesh.sizes[axis]) == 0:
+            return True
+        return not same and factor in self.padded[axis] and rule.may_be_uneven(cut.factor, factor.size)
 
 
 def resting_gradients(joint: JointGraph) -> set[fx.Node]:

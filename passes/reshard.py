@@ -98,6 +98,8 @@ class _Insertion:
         if source == target:
             return self.copies[value]
         key = (value, target)
+        if key not in self.resharded and value.target is torch.ops.aten.full.default:
+            self.resharded[key] = self._made_so(value, target, reader)
         if key not in self.resharded and reader is not value and gathers(source, target) and self._relays(value):
             self.resharded[key] = self._repeat_on_whole(value, source, target, reader)
         if key not in self.resharded:
@@ -118,6 +120,12 @@ class _Insertion:
             moved = add_call(self.graph, reshard, (operand, *words), {}, meta)
             self.resharded[key] = self._cast(moved, value.meta["val"].dtype, meta)
         return self.resharded[key]
+
+    def _made_so(self, value: fx.Node, target: Sharding, reader: fx.Node) -> fx.Node:
+        """A constant as its reader needs it: made anew, which moves nothing."""
+        meta = {**value.meta, "module": reader.meta["module"], "backward": reader.meta["backward"], "sharding": target}
+        meta |= {"cuts": (None,) * self.plan.mesh.num_axes, "rule": self.assignment.nodes[value].rule}
+        return add_call(self.graph, value.target, value.args, dict(value.kwargs), meta)
 
     def _summed_in(self, value: fx.Node) -> torch.dtype:
         """The dtype in which an unreduced value is summed: its own, or that in which it will rest if it no longer

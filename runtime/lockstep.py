@@ -139,12 +139,14 @@ class _Lockstep:
             )
 
     def _is_uneven_part(self, node: fx.Node, value: Any, rank: int) -> bool:
-        """Whether the value is this rank's smaller part of a dim that does not divide."""
+        """Whether the value is this rank's smaller part of dims that do not divide, some of them perhaps padded."""
         shape, sharding, expected = node.meta.get("global_shape"), node.meta.get("sharding"), node.meta["val"]
         if shape is None or sharding is None or not isinstance(value, Tensor) or not isinstance(expected, Tensor):
             return False
         mine = local_shape(shape, sharding, self.mesh, self.mesh.coordinate(rank))
-        return tuple(value.shape) == mine and value.dtype == expected.dtype
+        if value.dtype != expected.dtype or not value.dim() == len(mine) == expected.dim():
+            return False
+        return all(size in sizes for size, *sizes in zip(value.shape, mine, expected.shape, strict=True))
 
 
 def _check_agreement(node: fx.Node, kind: str, members: list[Any]) -> None:

@@ -100,9 +100,20 @@ def legal_cuts(rule: OpRule, num_ranks: int) -> Iterator[Cut]:
             if (
                 factor not in rule.whole
                 and size % (split * num_ranks) == 0
-                and (split == 1 or factor not in rule.lookup)
+                and (split == 1 or not rule.is_range(factor))
             ):
                 yield Cut(factor, split)
+
+
+def uneven_cuts(rule: OpRule, num_ranks: int) -> Iterator[Cut]:
+    """Every cut of one axis that the rule allows though it does not divide; parts may be empty."""
+    for factor in rule.factors:
+        if (
+            factor not in rule.whole
+            and rule.may_be_uneven(factor, rule.sizes[factor])
+            and rule.sizes[factor] % num_ranks
+        ):
+            yield Cut(factor, 1)
 
 
 def assignment_of(

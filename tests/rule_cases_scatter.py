@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from rule_cases import Case, Random, case, f, i, whole
 
+from autopar import grouped  # noqa: F401  (registers an op and its rule)
+
 aten = torch.ops.aten
 C128 = torch.complex128
 
@@ -14,7 +16,15 @@ def cx(*shape: int) -> Random:
     return Random(shape, dtype=C128)
 
 
+def ends(*positions: int) -> torch.Tensor:
+    """Where groups of rows end."""
+    return torch.tensor(positions, dtype=torch.int32)
+
+
 SCATTERS: list[Case] = [
+    case(torch.ops.autopar.grouped_mm.default, f(12, 6), f(4, 6, 2), ends(3, 3, 7, 12)),
+    case(torch.ops.autopar.grouped_mm.default, f(6, 2), f(3, 2, 6), ends(0, 6, 6)),
+    case(torch.ops.autopar.grouped_mm.default, f(2, 12), f(12, 6), ends(3, 3, 7, 12)),
     case(aten.sort.default, f(6, 5), -1),
     case(aten.sort.stable, f(5, 6), stable=True, dim=0),
     case(aten.topk.default, f(6, 5), 2),
@@ -33,6 +43,15 @@ SCATTERS: list[Case] = [
     case(aten._fft_c2c.default, cx(6, 5), [1], 0, True),
     case(aten._fft_r2c.default, f(6, 5), [1], 0, True),
     case(aten._fft_c2r.default, cx(6, 3), [1], 0, 5),
+    case(aten.diagonal.default, f(6, 5, 4), 1, 1, -1),
+    case(aten.diagonal_copy.default, f(5, 6, 4), 0, 0, 2),
+    case(aten.diagonal_backward.default, f(6, 3), [6, 5, 4], 1, 1, -1),
+    case(aten.unfold.default, f(6, 9, 4), 1, 3, 2),
+    case(aten.unfold_backward.default, f(6, 4, 12, 3), [6, 9, 12], 1, 3, 2),
+    case(aten.searchsorted.Tensor, ends(1, 4, 7, 9), f(6, 12)),
+    case(aten.searchsorted.Tensor, torch.arange(30.0).view(6, 5), f(6, 12)),
+    whole(aten.searchsorted.Tensor, f(6, 5), f(6, 12), sorter=i(6, 5, below=5)),
+    case(aten.scatter_reduce.two, f(6, 5), 1, i(6, 3, below=5), f(6, 3), "amax"),
     case(aten.glu.default, f(6, 10), 1),
     case(aten.glu_backward.default, f(6, 5), f(6, 10), 1),
     case(aten.repeat.default, f(6, 5), [1, 2]),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopar.errors import TraceError, VerificationError
-from benchmarks import auto_steps, compare_steps, planner, step, zoo
+from benchmarks import auto_steps, compare_steps, coverage, models_table, planner, step, zoo
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = [
@@ -222,3 +222,53 @@ class SumOfIds(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.linear(self.table(ids)).square().mean()
+
+
+# ---- coverage and the table of models
+
+
+UNRULY = REGISTRY.replace("nn.Dropout(0.5)", "Unruly()").replace(
+    "def build():",
+    """class Unruly(nn.Module):
+    def forward(self, x):
+        return x * x.detach().histc(4).sum()
+
+def build():""",
+)
+
+
+def test_coverage_lists_what_runs_whole(tmp_path: Path) -> None:
+    path = tmp_path / "unruly_zoo.py"
+    path.write_text(UNRULY)
+    row = coverage.measure(zoo.load_registry(path)["small"], ["ddp", "tp"], "4", 8)
+    assert row["error"] is None
+    assert [result["strategy"] for result in row["strategies"]] == ["ddp", "tp"]
+    for result in row["strategies"]:
+        assert result["whole_flops_fraction"] == 0
+        (entry,) = (entry for entry in result["whole"] if entry["op"] == "aten::histc")
+        assert not entry["has_rule"]
+        assert 0 < entry["traffic_fraction"] < 1
+
+
+def test_coverage_counts_products_that_nothing_cuts(registry: Path) -> None:
+    row = coverage.measure(zoo.load_registry(registry)["small"], ["replicate"], "4", 8)
+    (result,) = row["strategies"]
+    assert result["whole_flops_fraction"] == pytest.approx(1)
+    assert all(entry["has_rule"] for entry in result["whole"])
+
+
+def test_table_of_models_says_what_is_equal_and_why_the_rest_is_not(registry: Path) -> None:
+    base = {"mesh": "4", "refused": False, "sharded_flops_fraction": 0.5, "error": None, "seconds": 1.0}
+    error = "TraceError: module a, /x/site-packages/b.py:3 depends on\nvalues"
+    rows = [
+        {**base, "model": "small", "strategy": "ddp", "ok": True, "max_rel_err": 1e-15},
+        {**base, "model": "small", "strategy": "tp", "ok": False, "max_rel_err": 1e-3, "error": "x differs"},
+        {**base, "model": "other", "strategy": "tp", "ok": False, "refused": True, "max_rel_err": None, "error": error},
+    ]
+    timed = [coverage.measure(zoo.load_registry(registry)["small"], ["ddp"], "4", 8)]
+    text = models_table.table(rows, timed)
+    assert "**1 of 3** are,\n1 are refused" in text
+    assert "| small | 1e-15, 50 % | **1e-03, 50 %** |" in text
+    assert "| other |  | refused |" in text
+    assert "* `other` (tp): module a, b.py:3 depends on values" in text
+    assert "dominates" in text

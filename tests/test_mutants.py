@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from programs import Subject, subject
-from tiny_models import Llama, Mlp, TinyGpt, token_batch
+from tiny_models import ConvNet, Experts, Llama, Mlp, TinyGpt, token_batch
 from torch import fx
 
 from autopar.errors import VerificationError
@@ -24,6 +24,9 @@ MODELS: dict[str, Callable[[], Subject]] = {
     "mlp": lambda: subject(Mlp(), torch.randn(8, 12)),
     "gpt": lambda: subject(TinyGpt(vocab=24, layers=1), *token_batch(8, 4, 24)),
     "llama": lambda: subject(Llama(), *token_batch(8, 4, 24)),
+    "odd vocabulary": lambda: subject(TinyGpt(vocab=25, layers=1), *token_batch(8, 4, 25)),
+    "experts": lambda: subject(Experts(), torch.randn(8, 4, 16)),
+    "images": lambda: subject(ConvNet(), torch.randn(8, 3, 5, 5)),
 }
 STRATEGIES = {"ddp": (4,), "zero3": (4,), "tp": (2,), "tp+sp": (2,), "fsdp+tp": (2, 2)}
 
@@ -68,7 +71,10 @@ def edited(program: LocalProgram, backward: bool, edit: Callable[[fx.Graph, list
     return mutant
 
 
-_UNREAD = {aten.native_layer_norm_backward.default: "bias"}
+_UNREAD: dict[object, Callable[[Call], set[str]]] = {
+    aten.native_layer_norm_backward.default: lambda call: {"bias"},
+    aten.convolution_backward.default: lambda call: set() if call["output_mask"][0] else {"weight"},
+}
 """Arguments of which an op reads only the shape, so that a mutant of their values is no mutant."""
 
 
@@ -78,7 +84,8 @@ def is_read(value: fx.Node) -> bool:
         if user.op == "output" or not (user.meta.get("layout") or user.target in _UNREAD):
             return True
         if user.target in _UNREAD:
-            if any(v is value for name, v in Call(user).args.items() if name != _UNREAD[user.target]):
+            call = Call(user)
+            if any(v is value for name, v in call.args.items() if name not in _UNREAD[user.target](call)):
                 return True
         elif is_read(user):
             return True

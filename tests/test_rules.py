@@ -12,13 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_op import OneOp, assert_same, assignment_of, legal_cuts, one_op, run_whole
+from one_op import OneOp, assert_same, assignment_of, legal_cuts, one_op, run_whole, uneven_cuts
 from rule_cases import CASES as GENERAL
 from rule_cases import Case, case, f
+from rule_cases_batched import BATCHED
 from rule_cases_image import IMAGES
 from rule_cases_scatter import SCATTERS
 
-from autopar import rules, rules_attention, rules_compute, rules_image, rules_scatter, rules_view  # noqa: F401
+from autopar import rules, rules_attention, rules_batched, rules_compute, rules_image, rules_scatter, rules_view  # noqa: F401
 from autopar._compat import OpOverloadPacket
 from autopar.errors import RuleError
 from autopar.mesh import Mesh
@@ -28,7 +29,7 @@ from autopar.rules import OpRule, parse_rule, register_sharding_rule, rule_for
 aten = torch.ops.aten
 GRID = Mesh(("dp", "tp"), (2, 2))
 OBLONG = Mesh(("dp", "tp"), (2, 3))
-CASES = [*GENERAL, *IMAGES, *SCATTERS]
+CASES = [*GENERAL, *BATCHED, *IMAGES, *SCATTERS]
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -82,6 +83,15 @@ def test_cut_op_equals_the_whole(case: Case) -> None:
     assert op.rule is not None
     assert bool(free_factors(op.rule)) == case.cut
     assert check_every_cut(op, case.values) == free_factors(op.rule), "this case's sizes leave a factor uncut"
+
+
+@EVERY_CASE
+def test_op_cut_unevenly_equals_the_whole(case: Case) -> None:
+    op = built(case)
+    assert op.rule is not None
+    for num_ranks in (4, 5):  # of 6 and 12 positions the last rank has fewer, or none
+        for cut in uneven_cuts(op.rule, num_ranks):
+            check_cut(op, row(num_ranks), [cut], case.values)
 
 
 def nested_pairs(rule: OpRule, mesh: Mesh) -> list[tuple[Cut, Cut]]:

@@ -102,3 +102,52 @@ class Llama(nn.Module):
         x = x + self.down(F.silu(self.gate(y)) * self.up(y))
         logits = self.head(self.norms[2](x))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+class SortedExperts(nn.Module):
+    """Top-2 of 4 experts: rows are sorted by expert, multiplied by groups, and put back."""
+
+    def __init__(self, width: int = 16, hidden: int = 32, num_experts: int = 4) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.gate = nn.Linear(width, num_experts, bias=False)
+        self.up = nn.Parameter(torch.randn(num_experts, width, hidden) * 0.2)
+        self.down = nn.Parameter(torch.randn(num_experts, width, hidden) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, chosen = self.gate(rows).softmax(-1).topk(2, dim=-1)
+        experts, order = chosen.flatten().sort(stable=True)
+        counts = (experts[None] == torch.arange(self.num_experts, device=x.device)[:, None]).sum(1)
+        ends = counts.cumsum(0).to(torch.int32)
+        hidden = F.silu(F.grouped_mm(rows[order // 2], self.up, offs=ends))
+        out = F.grouped_mm(hidden, self.down.transpose(1, 2), offs=ends) * weights.flatten()[order, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=x.device)
+        return out[back].unflatten(0, (-1, 2)).sum(1).view_as(x)
+
+
+class Experts(nn.Module):
+    """A mixture of experts by grouped products, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.norm, self.head = SortedExperts(), nn.LayerNorm(16), nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x + self.experts(x))).square().mean()
+
+
+class ConvNet(nn.Module):
+    """Convolutions, one of them by groups, both norms of images, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.groups, self.group_norm = nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.GroupNorm(4, 8)
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm(self.stem(x)))
+        y = F.silu(self.group_norm(self.groups(y))) + y
+        return self.head(y.mean((2, 3))).logsumexp(-1).square().mean()

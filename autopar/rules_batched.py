@@ -1,0 +1,86 @@
+"""Rules of ops that do something to each matrix, or each sequence, of a batch of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.rules import Call, Dims, OpRule, build, derives
+from autopar.rules_view import names, opaque
+
+aten = torch.ops.aten
+
+
+@derives(
+    aten.linalg_cholesky_ex.default,
+    aten.linalg_eigh.default,
+    aten.linalg_householder_product.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_lu.default,
+    aten.linalg_lu_factor_ex.default,
+    aten.linalg_matrix_exp.default,
+    aten.linalg_qr.default,
+    aten.linalg_slogdet.default,
+    aten.linalg_solve_triangular.default,
+    aten._linalg_det.default,
+    aten._linalg_eigh.default,
+    aten._linalg_slogdet.default,
+    aten._linalg_solve_ex.default,
+    aten._linalg_svd.default,
+)
+def of_matrices(call: Call) -> OpRule:
+    """Linear algebra of whole matrices: the dims in front of them may be cut, where all tensors have the same."""
+    batch = call.shape(call.named[0][0])[:-2]
+    given = [node.meta["val"].shape for _, node in call.named]
+    made = [value.shape for value in call.outputs if isinstance(value, torch.Tensor)]
+    if any(tuple(shape[: len(batch)]) != batch for shape in (*given, *made)):
+        return opaque(call)
+    lead = tuple((f,) for f in names(len(batch)))
+
+    def dims(shape: Any) -> Dims:
+        return (*lead, *(() for _ in range(len(shape) - len(batch))))
+
+    inputs: dict[str, Dims | list[Dims]] = {name: dims(node.meta["val"].shape) for name, node in call.named}
+    return build(call, inputs, [dims(v.shape) if isinstance(v, torch.Tensor) else () for v in call.outputs])
+
+
+@derives(aten._cdist_forward.default)
+def distances(call: Call) -> OpRule:
+    """From each point to each; a point's coordinates stay whole."""
+    lead = tuple((f,) for f in names(len(call.out_shape) - 2))
+    if call.shape("x1")[:-2] != call.shape("x2")[:-2]:
+        return opaque(call)
+    inputs: dict[str, Dims | list[Dims]] = {"x1": (*lead, ("p",), ("m",)), "x2": (*lead, ("r",), ("m",))}
+    return build(call, inputs, [(*lead, ("p",), ("r",))], whole=["m"])
+
+
+@derives(aten._cdist_backward.default)
+def distances_backward(call: Call) -> OpRule:
+    """The gradient of one side's points, summed over the other's."""
+    lead = tuple((f,) for f in names(len(call.out_shape) - 2))
+    pairs: Dims = (*lead, ("p",), ("r",))
+    if call.shape("x1")[:-2] != call.shape("x2")[:-2]:
+        return opaque(call)
+    inputs: dict[str, Dims | list[Dims]] = {
+        "grad": pairs,
+        "x1": (*lead, ("p",), ("m",)),
+        "x2": (*lead, ("r",), ("m",)),
+        "cdist": pairs,
+    }
+    return build(call, inputs, [(*lead, ("p",), ("m",))], whole=["m"], linear=[["grad"]])
+
+
+@derives(aten._ctc_loss.Tensor, aten._ctc_loss_backward.Tensor)
+def ctc_loss(call: Call) -> OpRule:
+    """Connectionist temporal classification: each sequence of a batch by itself, if its targets are a row of their
+    own.  The lengths settle the sizes of results, so padding would show."""
+    if len(call.shape("log_probs")) != 3 or len(call.shape("targets")) != 2:
+        return opaque(call)
+    row: Dims = (("n",),)
+    scores: Dims = (("t",), ("n",), ("c",))
+    inputs: dict[str, Dims | list[Dims]] = {"log_probs": scores, "targets": (("n",), ("s",))}
+    inputs |= dict.fromkeys(("input_lengths", "target_lengths", "grad", "neg_log_likelihood"), row)
+    inputs["log_alpha"] = alphas = (("n",), ("u",), ("a",))
+    outs: list[Dims] = [scores] if "grad" in call.args else [row, alphas]
+    return build(call, inputs, outs, whole=["t", "c", "s", "u", "a"], even=["n"])

@@ -1,0 +1,42 @@
+"""Calls of ops of each matrix or sequence of a batch; see `rule_cases`."""
+
+from __future__ import annotations
+
+import torch
+from rule_cases import Case, case, f, i, whole
+
+aten = torch.ops.aten
+
+
+def lengths(*each: int) -> torch.Tensor:
+    return torch.tensor(each)
+
+
+BATCHED: list[Case] = [
+    case(aten.linalg_cholesky_ex.default, f(6, 3, 3)),
+    case(aten.linalg_eigh.default, f(6, 3, 3)),
+    case(aten.linalg_householder_product.default, f(2, 3, 5, 4), f(2, 3, 4)),
+    case(aten.linalg_inv_ex.default, f(6, 3, 3)),
+    case(aten.linalg_lu.default, f(6, 4, 3)),
+    case(aten.linalg_lu_factor_ex.default, f(6, 3, 3)),
+    case(aten.linalg_matrix_exp.default, f(6, 3, 3)),
+    case(aten.linalg_qr.default, f(6, 4, 3)),
+    case(aten.linalg_slogdet.default, f(6, 3, 3)),
+    case(aten.linalg_solve_triangular.default, f(6, 3, 3), f(6, 3, 2), upper=True),
+    whole(aten.linalg_solve_triangular.default, f(3, 3), f(6, 3, 2), upper=False),
+    case(aten._linalg_det.default, f(6, 3, 3)),
+    case(aten._linalg_eigh.default, f(6, 3, 3)),
+    case(aten._linalg_slogdet.default, f(6, 3, 3)),
+    case(aten._linalg_solve_ex.default, f(6, 3, 3), f(6, 3, 2)),
+    case(aten._linalg_svd.default, f(6, 4, 3)),
+    case(aten._cdist_forward.default, f(6, 4, 3), f(6, 12, 3), 2.0, None),
+    whole(aten._cdist_forward.default, f(6, 4, 3), f(1, 12, 3), 2.0, None),
+    case(aten._cdist_backward.default, f(6, 4, 12), f(6, 4, 3), f(6, 12, 3), 2.0, f(6, 4, 12)),
+    whole(aten._cdist_backward.default, f(6, 4, 12), f(6, 4, 3), f(1, 12, 3), 2.0, f(6, 4, 12)),
+    case(aten._ctc_loss.Tensor, f(8, 6, 5), i(6, 3, below=4), lengths(*[8] * 6), lengths(*[3] * 6), 4),
+    whole(aten._ctc_loss.Tensor, f(8, 6, 5), i(18, below=4), lengths(*[8] * 6), lengths(*[3] * 6), 4),
+    case(
+        aten._ctc_loss_backward.Tensor,
+        f(6), f(8, 6, 5), i(6, 3, below=4), lengths(*[8] * 6), lengths(*[3] * 6), f(6), f(6, 8, 7), 4,
+    ),
+]  # fmt: skip

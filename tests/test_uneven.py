@@ -1,0 +1,94 @@
+"""Sizes that do not divide: an odd vocabulary or width is cut by tensor parallelism, padded, and equal to the single
+device; what cannot be cut stays whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from programs import subject
+from tiny_models import TinyGpt, token_batch
+from torch import Tensor, nn
+
+from autopar.local_ops import mask_padding, pad_dim
+from autopar.placement import is_sharded
+from autopar.plan import Plan
+
+
+class Classifier(nn.Module):
+    """A hidden width that no power of two divides, and a loss over an odd number of classes."""
+
+    def __init__(self, width: int = 33, classes: int = 65) -> None:
+        super().__init__()
+        self.up, self.norm, self.head = nn.Linear(12, width), nn.LayerNorm(12), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(F.relu(self.up(self.norm(x)))), target)
+
+
+class Heads(nn.Module):
+    """Three heads, of which two ranks cannot have the same number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.head = nn.Linear(12, 36), nn.Linear(12, 12), nn.Linear(12, 257)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head(x + self.out(mixed)).square().mean()
+
+
+def cut_parameters(plan: Plan) -> set[str]:
+    return {path for path, storage in plan.storage.items() if any(map(is_sharded, storage.sharding))}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"), [("tp", (2,)), ("tp", (4,)), ("tp", (8,)), ("tp+sp", (4,)), ("fsdp+tp", (2, 4))]
+)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
+def test_odd_vocabulary_is_cut(strategy: str, sizes: tuple[int, ...], tied: bool) -> None:
+    torch.manual_seed(0)
+    model = TinyGpt(vocab=101, layers=1)
+    if not tied:
+        model.head = nn.Linear(16, 101, bias=False)
+    ours = subject(model, *token_batch(8, 8, 101))
+    plan = ours.plan(strategy, *sizes)
+    assert "tokens.weight" in cut_parameters(plan) or "head.weight" in cut_parameters(plan)
+    report = ours.compare(ours.program(plan), plan)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 5, 8])
+def test_odd_widths_and_classes_are_cut(num_ranks: int) -> None:
+    torch.manual_seed(0)
+    batch = 8 if num_ranks != 5 else 10
+    ours = subject(Classifier(), torch.randn(batch, 12), torch.arange(batch) % 65)
+    report = ours.verify("tp", num_ranks)
+    assert report.ok, str(report)
+    assert report.sharded_flops_fraction > (0.8 if num_ranks < 8 else 0.5)
+
+
+def test_heads_that_do_not_divide_stay_whole_and_the_rest_is_cut() -> None:
+    torch.manual_seed(0)
+    ours = subject(Heads(), torch.randn(8, 5, 12))
+    plan = ours.plan("tp", 2)
+    assert "head.weight" in cut_parameters(plan)
+    assert not {"qkv.weight", "out.weight"} & cut_parameters(plan)
+    report = ours.compare(ours.program(plan), plan)
+    assert report.ok, str(report)
+
+
+def test_few_classes_are_not_padded() -> None:
+    ours = subject(Classifier(width=32, classes=10), torch.randn(8, 12), torch.arange(8))
+    assert "head.bias" not in cut_parameters(ours.plan("tp", 4))
+
+
+@pytest.mark.parametrize(("reduce", "neutral"), [("sum", 0.0), ("max", float("-inf")), ("min", float("inf"))])
+def test_padding_is_neutral(reduce: str, neutral: float) -> None:
+    part = pad_dim(torch.ones(2, 3), 1, 4)  # the last of two parts of seven
+    masked = mask_padding(part + 5, 1, 7, 2, 1, reduce)
+    assert masked[:, :3].eq(6).all()
+    assert masked[:, 3].eq(neutral).all()
+    whole = torch.ones(2, 4)
+    assert mask_padding(whole, 1, 7, 2, 0, reduce) is whole
