@@ -123,18 +123,20 @@ def memory_profile(
     optimizer: OptimizerLike = "adamw",
     layouts: Layouts | None = None,
     accumulate: int = 1,
+    fused: bool = False,
 ) -> MemoryProfile:
     """Peak memory of one rank over forward, backward and optimizer step, with where it comes from.
 
     `layouts` are the program's, if they were worked out before.  With `accumulate` micro-steps to one step of the
-    optimizer, it is the last of them that is profiled: the gradients of the earlier ones are alive throughout.
+    optimizer, it is the last of them that is profiled: the gradients of the earlier ones are alive throughout.  `fused`
+    is for compiled graphs.
 
     Raises:
         InputError: if the optimizer is not known and cannot be measured.
     """
     layouts = layouts_of(program) if layouts is None else layouts
     kind = cluster.device.kind
-    liveness = Liveness.of(program, layouts, kind, ALLOCATION_BYTES[kind], cluster.backend == "gloo")
+    liveness = Liveness.of(program, layouts, kind, ALLOCATION_BYTES[kind], cluster.backend == "gloo", fused)
     if accumulate > 1 and program.backward is not None:
         liveness.follow_another()
     if trained := _trained(program):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from autopar.cluster import Cluster, Link, axis_link
 from autopar.cost_model.collectives import collective_time
+from autopar.cost_model.deferral import collectives_once
 from autopar.cost_model.fusion import fuse
 from autopar.cost_model.layout import Layouts, layouts_of
 from autopar.cost_model.memory import AtRest, LiveBytes, at_rest, memory_profile
@@ -40,10 +41,11 @@ class Spent:
     compute_s: float = 0.0
     exposed_s: dict[str, float] = field(default_factory=dict)
 
-    def repeat(self, times: int) -> None:
-        """As long, so many times."""
-        self.compute_s *= times
-        self.exposed_s = {kind: seconds * times for kind, seconds in self.exposed_s.items()}
+    def add(self, other: Spent, times: int) -> None:
+        """And what another spends, so many times."""
+        self.compute_s += other.compute_s * times
+        for kind, seconds in list(other.exposed_s.items()):
+            self.exposed_s[kind] = self.exposed_s.get(kind, 0.0) + seconds * times
 
     @property
     def total_s(self) -> float:
@@ -91,6 +93,7 @@ def simulate(
     allow_tf32: bool = False,
     fused: bool = False,
     accumulate: int = 1,
+    defer: bool = False,
 ) -> Simulation:
     """Predict time and memory of one step of a rewritten program.
 
@@ -100,7 +103,9 @@ def simulate(
         optimizer: a name in `autopar.cost_model.optimizers.OPTIMIZERS`, an optimizer or its class.
         allow_tf32: whether float32 matmuls may use TF32 units.
         fused: whether the graphs are compiled, so that chains of pointwise ops are one kernel.
-        accumulate: how many times forward and backward run before the optimizer's step; each reduces its gradients.
+        accumulate: how many times forward and backward run before the optimizer's step.
+        defer: whether only one of these times gathers the parameters that stay gathered and reduces the gradients, as
+            ZeRO-1 and `no_sync` do, instead of each.
 
     Raises:
         MeshError: if mesh and cluster differ in size.
@@ -109,28 +114,39 @@ def simulate(
     optimizer = find_optimizer(optimizer)
     links = {axis: axis_link(cluster, program.mesh, axis) for axis in program.mesh.names}
     layouts = layouts_of(program)
-    clock = _Clock(program, cluster, links, layouts, allow_tf32, fused)
-    for graph in (program.forward, program.backward):
-        if graph is not None:
-            clock.run(graph.module.graph)
-    collectives = program.collectives()
-    priced_s = math.fsum(_price(c, program, links) for c in collectives)
-    assert math.isclose(clock.collective_s, priced_s, rel_tol=1e-9), "the price is not that of the graph's collectives"
+    graphs = [graph for graph in (program.forward, program.backward) if graph is not None]
+    defers = defer and accumulate > 1
+    once = [collectives_once(g, g is program.backward) if defers else frozenset[str]() for g in graphs]
+
+    def run(skipped: Sequence[frozenset[str]]) -> _Clock:
+        clock = _Clock(program, cluster, links, layouts, allow_tf32, fused)
+        for graph, names in zip(graphs, skipped, strict=True):
+            clock.run(graph.module.graph, names)
+        priced_s = math.fsum(
+            _price(c, program, links)
+            for graph, names in zip(graphs, skipped, strict=True)
+            for c in collectives_of(graph.module.graph)
+            if c.node not in names
+        )
+        assert math.isclose(clock.collective_s, priced_s, rel_tol=1e-9), "the price is not that of the collectives"
+        return clock
+
+    clock = run([frozenset()] * len(graphs))
+    clock.add(run(once) if any(once) else clock, accumulate - 1)
     rest = at_rest(program, optimizer)
     # Adding a gradient to the sum of earlier ones reads both and writes one.
     bytes_moved = optimizer_bytes(rest) + 3 * rest.trained * (accumulate - 1)
-    profile = memory_profile(program, cluster, optimizer, layouts, accumulate)
+    profile = memory_profile(program, cluster, optimizer, layouts, accumulate, fused)
     collective_bytes: Counter[str] = Counter()
-    for c in collectives:
-        collective_bytes[f"{c.kind}@{c.axis}"] += c.num_bytes * accumulate
-    compute_s = clock.compute_s * accumulate + bytes_moved / cluster.device.memory_bandwidth_bytes_s
-    for spent in clock.by_module.values():
-        spent.repeat(accumulate)
+    for graph, names in zip(graphs, once, strict=True):
+        for c in collectives_of(graph.module.graph):
+            collective_bytes[f"{c.kind}@{c.axis}"] += c.num_bytes * (1 if c.node in names else accumulate)
+    compute_s = clock.compute_s + bytes_moved / cluster.device.memory_bandwidth_bytes_s
     return Simulation(
-        step_time_s=compute_s + clock.exposed_s * accumulate,
+        step_time_s=compute_s + clock.exposed_s,
         compute_s=compute_s,
-        collective_s=priced_s * accumulate,
-        exposed_s=clock.exposed_s * accumulate,
+        collective_s=clock.collective_s,
+        exposed_s=clock.exposed_s,
         memory=profile.peak,
         peak_at=profile.peak_at,
         collective_bytes=dict(sorted(collective_bytes.items())),
@@ -187,9 +203,17 @@ class _Clock:
         """Time on the compute stream since the start of the step."""
         return self.compute_s + self.exposed_s
 
-    def run(self, graph: fx.Graph) -> None:
-        """Advance by one graph; collectives that nobody waits for end with it."""
-        by_name = {c.node: c for c in collectives_of(graph)}
+    def add(self, other: _Clock, times: int) -> None:
+        """What another clock's step takes, so many times, after this one's."""
+        self.compute_s += other.compute_s * times
+        self.collective_s += other.collective_s * times
+        self.exposed_s += other.exposed_s * times
+        for module, spent in other.by_module.items():
+            self._of(module).add(spent, times)
+
+    def run(self, graph: fx.Graph, skipped: frozenset[str] = frozenset()) -> None:
+        """Advance by one graph; collectives that nobody waits for end with it, and skipped ones take no time."""
+        by_name = {c.node: c for c in collectives_of(graph) if c.node not in skipped}
         kernels = fuse(graph, self.layouts) if self.fused else {}
         running: dict[fx.Node, str] = {}
         for node in graph.nodes:
