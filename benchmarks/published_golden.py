@@ -14,7 +14,7 @@ from pathlib import Path
 from autopar.cluster import Cluster
 from autopar.devices import GIB
 from benchmarks.published_model import Sizes
-from benchmarks.published_rows import Run, number, whole
+from benchmarks.published_rows import Run, cublas_bytes, number, whole
 
 _FAMILY = "golden"
 _KIND = "torch max allocated, bytes"
@@ -46,12 +46,14 @@ def read_golden_run(row: Mapping[str, str]) -> Run:
         is_flash=_has_flash(row),
     )  # fmt: skip
     family = re.split(r"[^a-z0-9]", row["platform"].lower())[-1].upper()
+    cluster = Cluster.parse(f"1x{ranks} {family}")
     recompute = row["recompute_granularity"] or "none"
     return Run(
-        row["test"], _FAMILY, "", sizes, whole(row, "n_layers", 1), Cluster.parse(f"1x{ranks} {family}"), data, data,
+        row["test"], _FAMILY, "", sizes, whole(row, "n_layers", 1), cluster, data, data,
         context, tensor, _zero_stage(flags), "sequence-parallel" in flags, micro_batch,
         max(1, whole(row, "global_batch", 1) // (data * micro_batch)), "full" if recompute == "full" else "none",
         is_fused=True, has_gradient_buffer=True,
+        workspace_bytes=cublas_bytes(cluster.device, "deterministic-mode" in flags),
         param_dtype="fp32" if row["dtype"] == "bf16" else "bf16",
         optimizer="adamw_fused" if row["dtype"] == "bf16" else "adamw_master", **measured,
     )  # fmt: skip

@@ -101,7 +101,8 @@ def laid_out(run: Run) -> Run:
     """What a run's program depends on: runs that are equal in it share one."""
     return replace(
         run, id="", family="", num_layers=0, cluster=None, accumulate=1, recomputed_share=1.0, is_fused=False,
-        has_gradient_buffer=False, holds_gradients=False, optimizer="", step_s=None, memory_gib=None, memory_kind="",
+        has_gradient_buffer=False, holds_gradients=False, workspace_bytes=0, optimizer="", step_s=None,
+        memory_gib=None, memory_kind="",
     )  # fmt: skip
 
 
@@ -170,5 +171,5 @@ def _simulated(run: Run, num_layers: int) -> Prediction:
     cached = FRAGMENTATION_SHARE * (memory.activations + memory.temporaries)
     whole_bytes = memory.params * (run.shards * run.context if run.zero else 1)
     held_bytes = whole_bytes * run.has_gradient_buffer + memory.params * run.holds_gradients
-    allocated = memory.total - memory.reserve + max(0, held_bytes - memory.grads)
+    allocated = memory.total - memory.reserve + max(0, held_bytes - memory.grads) + run.workspace_bytes
     return Prediction(simulation.step_time_s, allocated, cached, memory.reserve - cached)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.cluster import Cluster, known_devices
+from autopar.cluster import Cluster, Device, known_devices
 from autopar.cost_model.efficiency import with_flash_attention
 from autopar.devices import GIB, match_gpu
 from benchmarks.published_model import Sizes
@@ -47,6 +47,7 @@ class Run:
         has_gradient_buffer: whether whole gradients have a place of their own throughout, as in the buckets of
             PyTorch's `DistributedDataParallel` and in Megatron-LM.
         holds_gradients: whether what was measured is one micro-step of several, so that gradients are there throughout.
+        workspace_bytes: what cuBLAS takes from PyTorch's allocator.
         param_dtype: dtype in which parameters rest and gradients are summed.
         optimizer: a name in `autopar.cost_model.optimizers.OPTIMIZERS`.
         step_s, memory_gib, memory_kind: what was measured; None where it was not.
@@ -72,6 +73,7 @@ class Run:
     is_fused: bool = False
     has_gradient_buffer: bool = False
     holds_gradients: bool = False
+    workspace_bytes: int = 0
     param_dtype: str = "fp32"
     optimizer: str = "adamw"
     step_s: float | None = None
@@ -102,11 +104,13 @@ def read_run(row: Mapping[str, str]) -> Run:
     seq = whole(row, "seq_len", 2048)
     micro_batch, accumulate = _batches(row, data, seq)
     recompute, share = _recompute(row)
+    cluster = _cluster(row)
     return Run(
-        name, family, "", _sizes(row, seq), whole(row, "n_layers", 1), _cluster(row), data, shards, context, tensor,
+        name, family, "", _sizes(row, seq), whole(row, "n_layers", 1), cluster, data, shards, context, tensor,
         zero, _flag(row, "sequence_parallel"), micro_batch, accumulate, recompute, share, _is_fused(row),
         zero < 2 and data > 1 and row["compile"] in ("", "0", "1"),
         "micro-step" in row.get("notes", ""),
+        cublas_bytes(cluster.device),
         *_at_rest(row), **measured,
     )  # fmt: skip
 
@@ -202,6 +206,16 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
     name = device.name if device.name in known_devices() else _WITH_SLOW_LINKS
     cluster = Cluster.parse(f"{ranks // per_node}x{per_node} {name}{rate}")
     return replace(cluster, device=with_flash_attention(device, flash_generation(row)))
+
+
+def cublas_bytes(device: Device, is_deterministic: bool = False) -> int:
+    """Workspaces of cuBLAS, of which the threads of the forward and the backward pass have one each.
+
+    PyTorch asks for 2 of 4 MiB and 8 of 16 KiB, on Hopper for 32 MiB (`aten/src/ATen/cuda/CublasHandlePool.cpp`);
+    deterministic runs set `CUBLAS_WORKSPACE_CONFIG=:4096:8`, 8 of 4 MiB.
+    """
+    is_large = device.has_async_tensor_cores or is_deterministic
+    return 2 * (32 * 2**20 if is_large else 2 * 4 * 2**20 + 8 * 2**14)
 
 
 def _has_flash(row: Mapping[str, str]) -> bool:
