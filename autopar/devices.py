@@ -47,6 +47,7 @@ class Device:
             where the queue runs dry; on a `cpu` it adds to each op.
         kernel_start_s: the device's own time to start and drain one kernel.
         num_multiprocessors: work is dealt to them in tiles, the last round often unfinished; 0 if tiles do not matter.
+        has_async_tensor_cores: whether it is a Hopper, whose faster attention kernels older cards cannot run.
         attention_shares: rate of fused attention, forward and backward, relative to that of matmuls.
     """
 
@@ -60,6 +61,7 @@ class Device:
     kernel_start_s: float = 0.0
     num_multiprocessors: int = 0
     attention_shares: tuple[float, float] = (1.0, 1.0)
+    has_async_tensor_cores: bool = False
 
     @property
     def is_queued(self) -> bool:
@@ -155,6 +157,7 @@ def _hardware(row: Mapping[str, str]) -> Hardware:
         _KERNEL_START_S,
         int(row["multiprocessors"]),
         attention,
+        row["name"].startswith(("H100", "H200", "H800", "GH200")),
     )
     ring_bytes_s = float(row["ring_gb_s"]) * 1e9
     network_bytes_s = float(row["network_gbit"]) / 8 * 1e9 * NETWORK_SHARE["nccl"]

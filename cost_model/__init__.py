@@ -4,13 +4,14 @@
 
 * `ops`: FLOPs and bytes of one ATen node, and its time;
 * `efficiency`: what matmuls and attention reach of the device's rate, by shape, fitted to published measurements;
-* `fusion`: what pointwise ops move when a compiler makes kernels of chains;
+* `fusion`: what pointwise ops move and store when a compiler makes kernels of chains;
 * `collectives`: NCCL's algorithms and protocols, of which the fastest is taken, or one ring under gloo;
 * `layout`: strides of local values, and so where a reshape copies;
 * `liveness` and `memory`: when each allocation lives, the peak over forward, backward and optimizer step with what is
   live then by module, the reserve;
 * `workspaces` and `convolutions`: what ops take for themselves while they run;
 * `optimizers`: state per parameter and temporaries of the step, from a table or measured with `allocations`;
+* `deferral`: the collectives that one of several micro-steps does for all;
 * `simulate`: a host that launches, one compute stream, one stream per link; a collective blocks nothing but its
   `wait_tensor`, and slows what computes beside it;
 * `symbolic`: the same counts as SymPy expressions, by names of sizes (`sizes`) and exact sums (`products`).
@@ -18,14 +19,16 @@
 Devices and NCCL's figures are tables with sources: `gpus.csv` and `nccl.csv`.
 
 Every figure is taken from the graph that will run, so that a plan pays for each collective that is in it, as often as
-it is in it, and for each value that is alive, however it came to be.  All candidates are priced on the same terms:
+it is in it, and for each value that is alive, however it came to be.  Predictions beside published training
+runs are in `docs/accuracy.md`.  All candidates are priced on the same terms:
 the order of two candidates deserves more trust than either's seconds.
 
 What the model does not know, and where that makes it wrong:
 
 * Only matmuls and fused attention have an efficiency by shape; convolutions run at the sustained rate, all other ops
-  at the sustained memory bandwidth.  On a CPU nothing depends on the shape.  Attention on H100 is FlashAttention-2's,
-  which newer kernels beat by 1.6; shares of cards that nobody measured are assumptions, and say so in the table.
+  at the sustained memory bandwidth.  On a CPU nothing depends on the shape.  Attention on H100 is FlashAttention-2's;
+  for other versions see `efficiency.with_flash_attention`.  Shares of cards that nobody measured are assumptions, and
+  say so in the table.
 * A card at its power limit is slower than the same card in a short benchmark; the sustained rates are for training.
 * Messages under 16 MiB are off by a quarter in the median, since published runs differ by 30 µs among themselves;
   larger ones by 2% inside a node and 10 to 20% across nodes.  Networks with latencies of a hundred microseconds and

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 from autopar.cluster import Device
 
@@ -45,6 +46,27 @@ _PROLOGUE_BYTES = 270
 _ATTENTION_BLOCK = 128
 _ATTENTION_TAILS = (1.13, 0.24)
 """What the longest block adds at the end, forward and backward."""
+
+
+FLASH_GENERATIONS = {1: (0.78, 0.48), 2: (1.0, 1.0), 3: (1.75, 1.6)}
+"""Rates of FlashAttention's versions, forward and backward, relative to the second, which `gpus.csv` has.
+
+The first, in Triton's form: from training runs of llm-foundry (`docs/accuracy.md`), where the forward kernel gives 177
+TFLOP/s on A100 and 274 on H100, the backward 77 and 142; T. Dao, "FlashAttention-2" (arXiv:2307.08691), gives 25 to 35%
+of A100's rate for the backward.  The third, and cuDNN's kernels for the same cards: J. Shah et al., "FlashAttention-3"
+(arXiv:2407.08608), 1.5 to 2 times the second forward, 1.5 to 1.75 backward.  It needs Hopper's instructions.
+"""
+
+
+def with_flash_attention(device: Device, generation: int) -> Device:
+    """A device whose fused attention is a given version of FlashAttention, or the nearest one that it can run.
+
+    Raises:
+        KeyError: if there is no such version.
+    """
+    ratios = FLASH_GENERATIONS[generation if device.has_async_tensor_cores else min(generation, 2)]
+    forward, backward = (share * ratio for share, ratio in zip(device.attention_shares, ratios, strict=True))
+    return replace(device, attention_shares=(forward, backward))
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -7,7 +7,7 @@ run between them; the kernel reads what comes from outside once, and writes what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -24,10 +24,14 @@ class FusedOp:
     Attributes:
         moved_bytes: memory traffic that the node causes.
         is_kernel: whether a kernel starts with it.
+        is_stored: whether its result is written to memory, because something outside of the kernel reads it.
+        may_overwrite: whether it reads element by element, and so can write over what nobody reads after it.
     """
 
     moved_bytes: int
     is_kernel: bool
+    is_stored: bool = True
+    may_overwrite: bool = False
 
 
 def fuse(graph: fx.Graph, layouts: Layouts | None = None) -> dict[fx.Node, FusedOp]:
@@ -51,16 +55,17 @@ def fuse(graph: fx.Graph, layouts: Layouts | None = None) -> dict[fx.Node, Fused
                 mine.reads |= other.reads
                 mine.members += other.members
                 kernel.update(dict.fromkeys(other.members, mine))
-                fused[other.first] = FusedOp(fused[other.first].moved_bytes, False)
+                fused[other.first] = replace(fused[other.first], is_kernel=False)
         kernel[node] = mine
         mine.members.append(node)
         outside = set(sources) - set(joined) - mine.reads
         mine.reads |= outside
-        fused[node] = FusedOp(sum(tensor_bytes(n.meta.get("val")) for n in outside), mine.first is node)
+        fused[node] = FusedOp(sum(tensor_bytes(n.meta.get("val")) for n in outside), mine.first is node, False, True)
     for node in kernel:
         if _leaves(node, stage, kernel, layouts):
             one = fused[node]
-            fused[node] = FusedOp(one.moved_bytes + tensor_bytes(node.meta.get("val")), one.is_kernel)
+            stored_bytes = one.moved_bytes + tensor_bytes(node.meta.get("val"))
+            fused[node] = replace(one, moved_bytes=stored_bytes, is_stored=True)
     return fused
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from autopar._compat import OpOverload
+from autopar.cost_model.fusion import FusedOp, fuse
 from autopar.cost_model.layout import Layouts
 from autopar.cost_model.ops import aliased_input, tensor_bytes
 from autopar.cost_model.workspaces import workspace_bytes
@@ -61,6 +62,7 @@ class Liveness:
         device_kind: `cuda` or `cpu`, which decides what ops take for themselves.
         granularity: bytes that the allocator rounds blocks up to.
         copies_reduce_scatter: whether the backend sums a copy of a reduce-scatter's whole input, as gloo does.
+        is_fused: whether chains of pointwise ops are one kernel, whose inner values take no memory.
         blocks: every block, in order of birth within a pass.
         steps: `pass:node` of every step.
     """
@@ -69,24 +71,29 @@ class Liveness:
     device_kind: str
     granularity: int
     copies_reduce_scatter: bool
+    is_fused: bool = False
     blocks: list[Block] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
     _returned: list[Block] = field(default_factory=list)
     _in_flight: dict[fx.Node, tuple[Block, ...]] = field(default_factory=dict)
     _constants: dict[str, Blocks] = field(default_factory=dict)
+    _parts: dict[fx.Node, FusedOp] = field(default_factory=dict)
+    _replacing: list[tuple[Block, list[Block]]] = field(default_factory=list)
 
     @staticmethod
     def of(
-        program: LocalProgram, layouts: Layouts, device_kind: str, granularity: int, copies_reduce_scatter: bool
-    ) -> Liveness:
+        program: LocalProgram, layouts: Layouts, device_kind: str, granularity: int, copies_reduce_scatter: bool,
+        is_fused: bool = False,
+    ) -> Liveness:  # fmt: skip
         """Walk forward, then backward."""
-        liveness = Liveness(layouts, device_kind, granularity, copies_reduce_scatter)
+        liveness = Liveness(layouts, device_kind, granularity, copies_reduce_scatter, is_fused)
         held: list[Blocks] = []
         saved = liveness._run_forward(program.forward, held)
         if program.backward is not None:
             liveness._run_backward(program.backward, saved, held)
         for value in held:
             liveness._use(value, len(liveness.steps))
+        liveness._write_in_place()
         return liveness
 
     def follow_another(self) -> None:
@@ -162,6 +169,7 @@ class Liveness:
 
     def _walk(self, graph: LocalGraph, name: str, values: dict[fx.Node, Blocks]) -> None:
         """Run the nodes of one graph; handing over its outputs is a step of its own."""
+        self._parts = fuse(graph.module.graph, self.layouts) if self.is_fused else {}
         for node in graph.module.graph.nodes:
             if node.op == "placeholder":
                 continue
@@ -190,7 +198,13 @@ class Liveness:
             self._in_flight[node] = self._busy_until_waited_for(node, kind, now, values)
         base = aliased_input(node, self.layouts)
         if base is None:
-            return self._allocate(node.meta.get("val"), module, TEMPORARY, now)
+            part = self._parts.get(node, _ALONE)
+            if not part.is_stored:
+                return None
+            made = self._allocate(node.meta.get("val"), module, TEMPORARY, now)
+            if isinstance(made, Block) and part.may_overwrite:
+                self._replacing.append((made, [b for used in node.all_input_nodes for b in _flatten(values[used])]))
+            return made
         shared = values[base]
         if node.target is operator.getitem and isinstance(shared, tuple):
             index = node.args[1]
@@ -198,6 +212,14 @@ class Liveness:
             return shared[index]
         value = node.meta.get("val")
         return (shared,) * len(value) if isinstance(value, (tuple, list)) else shared
+
+    def _write_in_place(self) -> None:
+        """What a fused kernel reads for the last time and what it writes share memory, if they are of one size."""
+        for made, read in self._replacing:
+            for block in read:
+                if block.last == made.born > block.born and block.num_bytes == made.num_bytes and block.kind != PARAM:
+                    block.last -= 1
+                    break
 
     def _busy_until_waited_for(
         self, node: fx.Node, kind: str, now: int, values: Mapping[fx.Node, Blocks]
@@ -235,6 +257,7 @@ class Liveness:
 
 
 _ALWAYS = sys.maxsize
+_ALONE = FusedOp(0, True)
 _KINDS = (PARAM, GRADIENT, OPTIMIZER, ACTIVATION, TEMPORARY)
 _PERMANENT = {InputKind.PARAM: PARAM, InputKind.BUFFER: PARAM, InputKind.INPUT: ACTIVATION}
 

@@ -127,20 +127,21 @@ def memory_profile(
     optimizer: OptimizerLike = "adamw",
     layouts: Layouts | None = None,
     accumulate: int = 1,
+    fused: bool = False,
     copies: Copies = WHOLE,
 ) -> MemoryProfile:
     """Peak memory of one rank over forward, backward and optimizer step, with where it comes from.
 
-    `layouts` are the program's, if they were worked out before, and `copies` say how many units each unit of a folded
-    program stands for.  With `accumulate` micro-steps to one step of the
-    optimizer, it is the last of them that is profiled: the gradients of the earlier ones are alive throughout.
+    `layouts` are the program's, if they were worked out before.  With `accumulate` micro-steps to one step of the
+    optimizer, it is the last of them that is profiled: the gradients of the earlier ones are alive throughout.  `fused`
+    is for compiled graphs, and `copies` say how many units each unit of a folded program stands for.
 
     Raises:
         InputError: if the optimizer is not known and cannot be measured.
     """
     layouts = layouts_of(program) if layouts is None else layouts
     kind = cluster.device.kind
-    liveness = Liveness.of(program, layouts, kind, ALLOCATION_BYTES[kind], cluster.backend == "gloo")
+    liveness = Liveness.of(program, layouts, kind, ALLOCATION_BYTES[kind], cluster.backend == "gloo", fused)
     if accumulate > 1 and program.backward is not None:
         liveness.follow_another()
     if trained := _trained(program):

@@ -168,6 +168,7 @@ OPTIMIZERS = {
         _uniform("adamw_foreach", *_ADAM, together=1),
         _uniform("adam_fused", *_ADAM),
         _uniform("adamw_fused", *_ADAM),
+        _uniform("adamw_master", *3 * (Slot(Extent.ELEMENTS, 4),)),
         OptimizerMemory(
             "adafactor",
             Footprint((_COUNT, Slot(Extent.ROWS), Slot(Extent.COLUMNS)), own=1, carried=1),
@@ -188,6 +189,8 @@ on `DTensor` parameters, one by one unless `foreach` or `fused` says otherwise.
 * `adafactor`: N. Shazeer, M. Stern, "Adafactor", 2018: a matrix's second moment is kept as sums of rows and columns.
 * `lion`: X. Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023: one moment; the interpolated moment and
   its sign at once.
+* `adamw_master`: of 16-bit parameters: a float32 copy and two float32 moments, in one fused kernel, as in
+  Megatron-LM and DeepSpeed (the last 12 of ZeRO's 16 bytes a parameter).
 * `*_8bit`: T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021, as in bitsandbytes.
 * `muon`: K. Jordan et al., "Muon", 2024.  It steps matrices only, the rest is AdamW's; temporaries are those of a
   square matrix, which has the most.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from autopar.cluster import Cluster, Link, axis_link
 from autopar.cost_model.collectives import collective_time
+from autopar.cost_model.deferral import collectives_once
 from autopar.cost_model.folded import WHOLE, Copies
 from autopar.cost_model.fusion import fuse
 from autopar.cost_model.layout import Layouts, layouts_of
@@ -41,10 +42,11 @@ class Spent:
     compute_s: float = 0.0
     exposed_s: dict[str, float] = field(default_factory=dict)
 
-    def repeat(self, times: int) -> None:
-        """As long, so many times."""
-        self.compute_s *= times
-        self.exposed_s = {kind: seconds * times for kind, seconds in self.exposed_s.items()}
+    def add(self, other: Spent, times: int) -> None:
+        """And what another spends, so many times."""
+        self.compute_s += other.compute_s * times
+        for kind, seconds in list(other.exposed_s.items()):
+            self.exposed_s[kind] = self.exposed_s.get(kind, 0.0) + seconds * times
 
     @property
     def total_s(self) -> float:
@@ -92,6 +94,7 @@ def simulate(
     allow_tf32: bool = False,
     fused: bool = False,
     accumulate: int = 1,
+    defer: bool = False,
     copies: Copies = WHOLE,
 ) -> Simulation:
     """Predict time and memory of one step of a rewritten program.
@@ -102,7 +105,9 @@ def simulate(
         optimizer: a name in `autopar.cost_model.optimizers.OPTIMIZERS`, an optimizer or its class.
         allow_tf32: whether float32 matmuls may use TF32 units.
         fused: whether the graphs are compiled, so that chains of pointwise ops are one kernel.
-        accumulate: how many times forward and backward run before the optimizer's step; each reduces its gradients.
+        accumulate: how many times forward and backward run before the optimizer's step.
+        defer: whether only one of these times gathers the parameters that stay gathered and reduces the gradients, as
+            ZeRO-1 and `no_sync` do, instead of each.
         copies: how many units of the whole model each unit of a folded program stands for: predictions are then those
             of the whole model, but `timeline`, and `by_module`, which is of one copy.
 
@@ -114,26 +119,33 @@ def simulate(
     links = {axis: axis_link(cluster, program.mesh, axis) for axis in program.mesh.names}
     layouts = layouts_of(program)
     shares = {node.name: modules for node, modules in copies.shares(program).items()}
-    clock = _Clock(program, cluster, links, layouts, shares, allow_tf32, fused)
-    for graph in program.graphs:
-        clock.run(graph.module.graph)
-    collectives = program.collectives()
-    prices_s = [_price(c, program, links) for c in collectives]
-    priced_s = math.fsum(prices_s)
-    assert math.isclose(clock.collective_s, priced_s, rel_tol=1e-9), "the price is not that of the graph's collectives"
+    defers = defer and accumulate > 1
+    once = [collectives_once(g, g is program.backward) if defers else frozenset[str]() for g in program.graphs]
+
+    def run(skipped: Sequence[frozenset[str]]) -> _Clock:
+        clock = _Clock(program, cluster, links, layouts, shares, allow_tf32, fused)
+        priced_s = []
+        for graph, names in zip(program.graphs, skipped, strict=True):
+            clock.run(graph.module.graph, names)
+            priced_s += [_price(c, program, links) for c in collectives_of(graph.module.graph) if c.node not in names]
+        total_s = math.fsum(priced_s)
+        assert math.isclose(clock.collective_s, total_s, rel_tol=1e-9), "the price is not that of the collectives"
+        return clock
+
+    clock = run([frozenset()] * len(once))
+    clock.add(run(once) if any(once) else clock, accumulate - 1)
     rest = at_rest(program, optimizer, copies)
     # Adding a gradient to the sum of earlier ones reads both and writes one.
     bytes_moved = optimizer_bytes(rest) + 3 * rest.trained * (accumulate - 1)
-    profile = memory_profile(program, cluster, optimizer, layouts, accumulate, copies)
+    profile = memory_profile(program, cluster, optimizer, layouts, accumulate, fused, copies)
     collective_bytes: dict[str, float] = {}
     collective_s = 0.0
-    for c, price_s in zip(collectives, prices_s, strict=True):
-        number = copies.weight(shares.get(c.node, {c.module: 1})) * accumulate
-        kind = f"{c.kind}@{c.axis}"
-        collective_bytes[kind] = collective_bytes.get(kind, 0) + c.num_bytes * number
-        collective_s += price_s * number
-    for spent in clock.by_module.values():
-        spent.repeat(accumulate)
+    for graph, names in zip(program.graphs, once, strict=True):
+        for c in collectives_of(graph.module.graph):
+            number = copies.weight(shares.get(c.node, {c.module: 1})) * (1 if c.node in names else accumulate)
+            kind = f"{c.kind}@{c.axis}"
+            collective_bytes[kind] = collective_bytes.get(kind, 0) + c.num_bytes * number
+            collective_s += _price(c, program, links) * number
     numbers = [(copies.number(module), spent) for module, spent in clock.by_module.items()]
     compute_s = sum(n * spent.compute_s for n, spent in numbers)
     compute_s += bytes_moved / cluster.device.memory_bandwidth_bytes_s
@@ -200,9 +212,17 @@ class _Clock:
         """Time on the compute stream since the start of the step."""
         return self.compute_s + self.exposed_s
 
-    def run(self, graph: fx.Graph) -> None:
-        """Advance by one graph; collectives that nobody waits for end with it."""
-        by_name = {c.node: c for c in collectives_of(graph)}
+    def add(self, other: _Clock, times: int) -> None:
+        """What another clock's step takes, so many times, after this one's."""
+        self.compute_s += other.compute_s * times
+        self.collective_s += other.collective_s * times
+        self.exposed_s += other.exposed_s * times
+        for module, spent in other.by_module.items():
+            self._of(module).add(spent, times)
+
+    def run(self, graph: fx.Graph, skipped: frozenset[str] = frozenset()) -> None:
+        """Advance by one graph; collectives that nobody waits for end with it, and skipped ones take no time."""
+        by_name = {c.node: c for c in collectives_of(graph) if c.node not in skipped}
         kernels = fuse(graph, self.layouts) if self.fused else {}
         running: dict[fx.Node, str] = {}
         for node in graph.nodes:

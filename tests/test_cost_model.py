@@ -273,6 +273,17 @@ def test_peak_of_a_chain_by_hand() -> None:
     assert profile.peak.total == 960
 
 
+def test_a_fused_kernel_keeps_its_inner_values_and_writes_in_place() -> None:
+    b = Builder(ONE)
+    x, w = b.input(INPUT, "x", 10, 10), b.input(PARAM, "w", 10, 10)  # 800 bytes each, always
+    product = b.call(aten.mm.default, x, w)  # +800
+    gate = b.call(aten.mul.Tensor, product, b.call(aten.sigmoid.default, product))  # in place of the product
+    program = program_of(ONE, b.build((OUTPUT, "y", b.call(aten.mm.default, gate, w))))  # +800, then the gate is free
+    fused, eager = (memory_profile(program, toy_cluster(1), fused=fused) for fused in (True, False))
+    assert [size for _, size in fused.timeline] == [2400, 2400, 2400, 3200, 2400]
+    assert [size for _, size in eager.timeline] == [2400, 3200, 4000, 3200, 2400]
+
+
 def training_step(batch: int = 2, mesh: Mesh = ONE) -> LocalProgram:
     """y = relu(x @ w), with x (batch, 3) and w (3, 5); saves the input, the parameter and the result."""
     b = Builder(mesh)
@@ -468,6 +479,22 @@ def test_zero3_divides_what_rests() -> None:
     peaks = [simulate(layers(FOUR, 8, sharded), toy_cluster(4)).memory for sharded in (False, True)]
     assert peaks[1].total < peaks[0].total
     assert peaks[1].grads < peaks[0].grads
+
+
+def test_deferred_micro_steps_reduce_once() -> None:
+    psi, cluster = 3 * 64 * 8, toy_cluster(4)
+    ddp = layers(FOUR, 3, sharded=False)
+    once, each = (simulate(ddp, cluster, accumulate=5, defer=defer) for defer in (True, False))
+    assert once.collective_bytes == {"all_reduce@dp": psi}
+    assert each.collective_bytes == {"all_reduce@dp": 5 * psi}
+    assert once.compute_s == pytest.approx(each.compute_s)
+    assert once.collective_s == pytest.approx(each.collective_s / 5)
+    assert once.step_time_s < each.step_time_s
+    assert simulate(ddp, cluster, defer=True) == simulate(ddp, cluster)
+    zero3 = layers(FOUR, 3, sharded=True)  # gathers again in each backward pass, and gathers of kept copies once
+    assert simulate(zero3, cluster, accumulate=5, defer=True).collective_bytes == {
+        "all_gather@dp": psi + 5 * psi, "reduce_scatter@dp": psi,
+    }  # fmt: skip
 
 
 # Time

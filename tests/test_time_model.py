@@ -12,7 +12,7 @@ import torch
 
 from autopar.cluster import Cluster, axis_link
 from autopar.cost_model.collectives import collective_lines, collective_time, wire_bytes
-from autopar.cost_model.efficiency import attention_blocks, attention_time, matmul_time
+from autopar.cost_model.efficiency import attention_blocks, attention_time, matmul_time, with_flash_attention
 from autopar.cost_model.fusion import fuse
 from autopar.cost_model.ops import compute_time, op_time
 from autopar.cost_model.simulate import CONTENTION, Simulation, simulate
@@ -104,6 +104,16 @@ def test_published_attention() -> None:
             flops = (5 if is_backward else 2) * heads * 4096**2 * 256
             seconds = attention_time(flops, attention_blocks(1, heads, 4096), True, is_backward, "bf16", device)
             assert seconds == pytest.approx(flops / tflops / 1e12, rel=0.17)
+
+
+def test_attention_by_version() -> None:
+    a100, h100 = (Cluster.parse(f"1 {name}").device for name in ("A100", "H100"))
+    for device in (a100, h100):
+        first, second = (with_flash_attention(device, version) for version in (1, 2))
+        assert second == device
+        assert all(one < two for one, two in zip(first.attention_shares, second.attention_shares, strict=True))
+    assert with_flash_attention(a100, 3) == a100  # it needs Hopper's instructions
+    assert with_flash_attention(h100, 3).attention_shares > h100.attention_shares
 
 
 def test_causal_attention_skips_half() -> None:
