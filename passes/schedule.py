@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from autopar.passes import coalesce
 from autopar.passes.coalesce import WAIT, layout_after, layout_before, wait_of
 from autopar.program import COLLECTIVE_KINDS
 
@@ -33,14 +34,15 @@ def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
     """Start the gather of a parameter while the ops before its first reader run.
 
     A gather may start ahead of earlier ones' readers as long as the bytes under way stay below the largest single
-    gather of the pass, so that prefetching at most doubles what gathered parameters take at any moment.
+    gather of the pass, so that prefetching at most doubles what gathered parameters take at any moment, or below two
+    full buckets.
     """
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     for backward in (False, True):
         gathers = [g for g in _collectives(module.graph, "all_gather") if g.meta["backward"] is backward]
         gathers = [g for g in gathers if layout_before(g) is not None]
         waits = [wait_of(g) for g in gathers]
-        limit = max((int(g.meta["bytes"]) for g in gathers), default=0)
+        limit = _bytes_under_way(gathers)
         first, ahead = 0, 0
         for k, gather in enumerate(gathers):
             ahead += int(gather.meta["bytes"])
@@ -58,13 +60,13 @@ def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
 
     Nothing reads a reduced gradient before the optimizer, so its wait would sink to the end and every unreduced
     gradient with it.  The oldest is waited for before a new reduction would bring the bytes under way above the largest
-    single reduction.
+    single reduction, and above two full buckets.
     """
     output = module.graph.output_node()
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     reductions = [c for c in _collectives(module.graph, "reduce_scatter", "all_reduce") if c.meta["backward"]]
     finals = [c for c in reductions if _read_by(c, output, order)]
-    limit = max((int(c.meta["bytes"]) for c in finals), default=0)
+    limit = _bytes_under_way(finals)
     under_way: deque[fx.Node] = deque()
     total = 0
     for reduction in finals:
@@ -77,6 +79,12 @@ def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
         under_way.append(reduction)
         total += size
     return module
+
+
+def _bytes_under_way(collectives: Sequence[fx.Node]) -> int:
+    """How many bytes may be under way at once: the largest, or two buckets, so that a link need not wait between
+    them."""
+    return max([2 * coalesce.BUCKET_BYTES, *(int(c.meta["bytes"]) for c in collectives)])
 
 
 def _read_by(reduction: fx.Node, output: fx.Node, order: dict[fx.Node, int]) -> bool:

@@ -18,7 +18,7 @@ from autopar.graph import GraphInput, InputKind
 from autopar.program import COLLECTIVE_KINDS, DeferredBackward, LocalGraph, LocalProgram, collective_axis
 from autopar.runtime.accumulation import Accumulation
 from autopar.runtime.blame import blame, places
-from autopar.runtime.parameters import Layout
+from autopar.runtime.live_mesh import Layout
 from autopar.runtime.roles import ForwardRoles, GradientRoles
 
 Boxed = Callable[[list[Any]], Sequence[Any]]

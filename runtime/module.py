@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import BatchError, InputError, MeshError, PlanError, StaleModelError
+from autopar.errors import InputError, PlanError, StaleModelError
 from autopar.graph import describe_value
-from autopar.mesh import Mesh
 from autopar.placement import Sharding
 from autopar.plan import Plan
 from autopar.runtime.accumulation import Accumulation
 from autopar.runtime.buffers import Buffers
+from autopar.runtime.calls import Call, agree_on_call, each_rank
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import BoundStep, CompiledStep
 from autopar.runtime.gathering import apply_whole, gathered_calls
-from autopar.runtime.parameters import Layout, ShardedParameters, full_to_placed, local_part, planned, unplanned
+from autopar.runtime.live_mesh import Layout, check_covers, layout_on
+from autopar.runtime.parameters import ShardedParameters, full_to_placed, local_part, planned, unplanned
 from autopar.runtime.programs import Programs
 from autopar.runtime.safetensors_files import load_files, save_files
 from autopar.runtime.slices import Slices
@@ -50,17 +49,6 @@ Flatten = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Sequence[tuple[st
 
 MAX_SPECIALISATIONS = 16
 """Programs kept for different input shapes and modes, before the one used least recently is dropped."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call, looked at on this rank."""
-
-    tensors: dict[str, Tensor]
-    key: Hashable
-    trains: bool
-    shapes: str
-    mode: str
 
 
 class ParallelModule(nn.Module):
@@ -113,9 +101,9 @@ class ParallelModule(nn.Module):
         self._rehearse, self._check_step = rehearse, check_step
         self._report: Any = None
         self._user_mesh, self._control = device_mesh, control or ControlGroup()
-        _check_covers(device_mesh)
+        check_covers(device_mesh)
         self._plan = plan
-        self._layout = self._layout_for(plan.mesh if plan else None)
+        self._layout = layout_on(device_mesh, plan.mesh if plan else None)
         rest = planned(plan.storage) if plan else unplanned(self._layout)
         self._sharded = ShardedParameters(model, self._control, self._layout, rest)
         self._programs = Programs(max_specialisations)
@@ -267,26 +255,16 @@ class ParallelModule(nn.Module):
         program = self.compiled_steps[-1].program
         return self._control.on_first_rank("exporting", lambda: export_program(program, plan, directory))
 
-    def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], runs: bool = False) -> _Call:
-        """Look at the call, and make sure before any collective that every rank makes the same one."""
-        error: Exception | None = None
-        shapes = mode = ""
-        try:
+    def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], runs: bool = False) -> Call:
+        def look() -> Call:
             call = self._inspect(args, kwargs)
             if runs:
                 self._sharded.check_values()
-            known = self._programs.number(call.key)
-            shapes, mode = call.shapes, f"{call.mode}, {'not compiled' if known is None else f'program {known}'}"
-        except Exception as caught:  # noqa: BLE001 (raised below, once the other ranks know)
-            error = caught
-        if not self._control.all_agree(_digest(f"{shapes}|{mode}|{error!r}")):
-            self._control.on_every_rank("checking its call", lambda: _reraise(error))
-            self._explain_difference(shapes, mode)
-        if error is not None:
-            raise error
-        return call
+            return call
 
-    def _inspect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        return agree_on_call(self._control, look)
+
+    def _inspect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         self._sharded.check(planned=self._plan is not None)
         tensors, constants = self._flatten(args, kwargs)
         for path, tensor in tensors:
@@ -302,26 +280,16 @@ class ParallelModule(nn.Module):
         device = self._layout.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         trains = grad and (self._sharded.any_trained or any(wanted for _, _, _, wanted in inputs))
-        mode = f"training={self.training}, gradients={trains}, autocast={autocast}, no_sync={self._accumulation.active}"
+        key = (inputs, constants, self._sharded.training_modes, trains, autocast)
+        known = self._programs.number(key)
+        mode = (
+            f"training={self.training}, gradients={trains}, autocast={autocast}, no_sync={self._accumulation.active}, "
+            f"{'not compiled' if known is None else f'program {known}'}"
+        )
         shapes = ", ".join(f"{path} {describe_value(tensor)}" for path, tensor in tensors) or "no tensors"
-        return _Call(
-            dict(tensors), (inputs, constants, self._sharded.training_modes, trains, autocast), trains, shapes, mode
-        )
+        return Call(dict(tensors), key, trains, shapes, mode)
 
-    def _explain_difference(self, shapes: str, mode: str) -> None:
-        """Raise on every rank, saying which ranks differ in what; called on all of them."""
-        all_shapes, all_modes = zip(*self._control.gather((shapes, mode)), strict=True)
-        if len(set(all_shapes)) > 1:
-            raise BatchError(
-                f"the ranks pass inputs of different shapes ({_each_rank(all_shapes)}): every rank must pass "
-                "equally many rows; drop or pad the last incomplete batch (DataLoader: drop_last=True)"
-            )
-        raise StaleModelError(
-            f"the ranks call the module in different modes ({_each_rank(all_modes)}): train(), eval(), no_grad(), "
-            "autocast and non-tensor arguments must be the same on every rank"
-        )
-
-    def _specialise(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _specialise(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for a new kind of call; plan first if that has waited."""
         control, plan = self._control, self._plan
         if plan is None:
@@ -335,7 +303,7 @@ class ParallelModule(nn.Module):
         fingerprints = control.gather(compiled.program.fingerprint())
         if len(set(fingerprints)) > 1:
             raise StaleModelError(
-                f"the ranks compiled different programs ({_each_rank(fingerprints)}): the model, its constants or "
+                f"the ranks compiled different programs ({each_rank(fingerprints)}): the model, its constants or "
                 "non-tensor arguments differ between ranks; make them equal"
             )
         if self._plan is None:
@@ -346,25 +314,9 @@ class ParallelModule(nn.Module):
         self._programs.add(call.key, step, call.tensors)
 
     def _adopt(self, plan: Plan) -> None:
-        self._layout = self._layout_for(plan.mesh)
+        self._layout = layout_on(self._user_mesh, plan.mesh)
         self._sharded.move(self._layout, planned(plan.storage))
         self._plan = plan
-
-    def _layout_for(self, mesh: Mesh | None) -> Layout:
-        """The live mesh with the axes of `mesh` over all ranks; one axis of them if `mesh` is not known yet."""
-        user = self._user_mesh
-        order = user.mesh.flatten()
-        mesh = mesh or Mesh(("ranks",), (order.numel(),))
-        if mesh.num_ranks != order.numel():
-            raise MeshError(f"the plan is for {mesh.num_ranks} ranks ({mesh}), the device mesh has {order.numel()}")
-        if tuple(user.shape) == mesh.sizes and user.mesh_dim_names == mesh.names:
-            device_mesh = user
-        else:
-            device_mesh = DeviceMesh(user.device_type, order.reshape(mesh.sizes), mesh_dim_names=mesh.names)
-        device = torch.device(user.device_type)
-        if device.type != "cpu":
-            device = torch.device(device.type, torch.get_device_module(device.type).current_device())
-        return Layout(mesh, device_mesh, user.get_rank(), device)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Set training mode, as `nn.Module.train` does."""
@@ -471,30 +423,3 @@ class ParallelModule(nn.Module):
                 return value(*args, **kwargs)
 
         return call
-
-
-def _check_covers(device_mesh: DeviceMesh) -> None:
-    world, ranks = torch.distributed.get_world_size(), device_mesh.mesh.flatten().tolist()
-    if sorted(ranks) != list(range(world)):
-        raise MeshError(
-            f"the device mesh has ranks {ranks}, but the job has {world}: give a mesh of all ranks, for instance "
-            f'init_device_mesh("{device_mesh.device_type}", ({world},))'
-        )
-    if ranks != list(range(world)):  # a process group orders its ranks by number, whatever the mesh says
-        raise MeshError(
-            f"the device mesh has its ranks in the order {ranks}: they must ascend in row-major order, as "
-            "init_device_mesh makes them; give the axes in another order instead of transposing the mesh"
-        )
-
-
-def _each_rank(texts: Sequence[str]) -> str:
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
-
-
-def _reraise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

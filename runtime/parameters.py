@@ -9,7 +9,6 @@ from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import broadcast_coalesced
@@ -18,6 +17,7 @@ from autopar.mesh import Mesh
 from autopar.placement import Replicate, Shard, Sharding, describe_sharding
 from autopar.plan import Storage
 from autopar.runtime.control import ControlGroup
+from autopar.runtime.live_mesh import Layout
 from autopar.runtime.sharding import device_placements, shard_tensor
 
 _BROADCAST_BYTES = 256 * 2**20  # DDP's default: large enough for bandwidth, small enough for memory
@@ -25,23 +25,6 @@ _BROADCAST_BYTES = 256 * 2**20  # DDP's default: large enough for bandwidth, sma
 
 Rest = Callable[[Sequence[str], Tensor], Sharding]
 """Says how a parameter, given by its names and global shape, lies between steps."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where parameters lie: the mesh of a plan, the process groups behind it, and this rank's place in it.
-
-    Attributes:
-        mesh: the logical mesh.
-        device_mesh: the live mesh with the same axes.
-        rank: this rank's number in the mesh, in row-major order.
-        device: where this rank's parts are held.
-    """
-
-    mesh: Mesh
-    device_mesh: DeviceMesh
-    rank: int
-    device: torch.device
 
 
 @dataclass

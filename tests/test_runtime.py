@@ -23,8 +23,9 @@ from autopar.plan import Plan, Storage
 from autopar.program import LocalGraph, LocalProgram
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import CompiledStep
+from autopar.runtime.live_mesh import Layout
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.parameters import Layout, ShardedParameters, planned
+from autopar.runtime.parameters import ShardedParameters, planned
 from autopar.runtime.sharding import device_placements
 
 ROWS = 3  # on each rank
