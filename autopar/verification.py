@@ -129,8 +129,8 @@ def _rank_inputs(
     return out
 
 
-LEARNING_RATE = 1e-3
-"""Of the optimizer's steps that are compared: AdamW's default, and about the size of what one step changes."""
+LEARNING_RATE, EPS = 1e-3, 1e-8
+"""Of the optimizer's steps that are compared: AdamW's defaults.  The first is about as much as one step changes."""
 
 
 def compare(
@@ -163,6 +163,7 @@ def compare(
     }
     single, errors = Reference(model, joint, args, kwargs, values), {}
     ours, theirs = (_Optimizer(side) for side in (values, single.values))
+    amplified: dict[str, float] = {}
     for step in range(num_steps + 1):
         expected = single.step()
         values.update({GraphInput(InputKind.TANGENT, path): value for path, value in expected.tangents.items()})
@@ -174,9 +175,10 @@ def compare(
             ours.step({path: value for (kind, path), value in results.items() if kind is OutputKind.GRADIENT})
             ours.keep({path: value for (kind, path), value in results.items() if kind is OutputKind.MUTATION})
             theirs.step(expected.gradients)
+            amplified.update(_noise(single.values, expected.gradients))
             theirs.keep(expected.buffers)
     if num_steps:
-        errors.update(_parameter_differences(values, single.values, num_steps))
+        errors.update(_parameter_differences(values, single.values, amplified, num_steps))
     worst = max(errors, key=errors.__getitem__)
     return VerifyReport(
         errors[worst] <= TOLERANCE, errors[worst], worst, errors, plan, sharded_flops_fraction(joint, program)
@@ -189,7 +191,9 @@ class _Optimizer:
     def __init__(self, values: Mapping[GraphInput, torch.Tensor]) -> None:
         self._parameters = {s.path: value for s, value in values.items() if s.kind is InputKind.PARAM}
         self._buffers = {s.path: value for s, value in values.items() if s.kind is InputKind.BUFFER}
-        self._adamw = torch.optim.AdamW(self._parameters.values(), lr=LEARNING_RATE) if self._parameters else None
+        self._adamw = (
+            torch.optim.AdamW(self._parameters.values(), lr=LEARNING_RATE, eps=EPS) if self._parameters else None
+        )
 
     def step(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
         for path, parameter in self._parameters.items():
@@ -216,9 +220,8 @@ def differences(
         OutputKind.GRADIENT: (reference.gradients, "gradient of"),
         OutputKind.MUTATION: (reference.buffers, "buffer"),
     }
-    scale = max((_largest(v) for v in values.values() if v.is_floating_point()), default=0.0)
-    steepest = max((_largest(g) for g in reference.gradients.values() if g is not None), default=0.0)
-    floors = dict.fromkeys(OutputKind, noise * scale) | {OutputKind.GRADIENT: noise * max(scale, steepest)}
+    floors = dict.fromkeys(OutputKind, noise * _scale(values, {}))
+    floors[OutputKind.GRADIENT] = noise * _scale(values, reference.gradients)
     errors: dict[str, float] = {}
     for (kind, path), found in results.items():
         expected, name = known[kind][0].get(path), f"{known[kind][1]} {path}{suffix}"
@@ -231,13 +234,32 @@ def differences(
 
 
 def _parameter_differences(
-    found: Mapping[GraphInput, torch.Tensor], expected: Mapping[GraphInput, torch.Tensor], num_steps: int
+    found: Mapping[GraphInput, torch.Tensor],
+    expected: Mapping[GraphInput, torch.Tensor],
+    amplified: Mapping[str, float],
+    num_steps: int,
 ) -> dict[str, float]:
+    """The error of every parameter, relative to what a step changes, or where it is `amplified` to that."""
     return {
-        f"parameter {spec.path} after {num_steps} steps": relative_error(found[spec], value.detach(), LEARNING_RATE)
+        f"parameter {spec.path} after {num_steps} steps": relative_error(
+            found[spec], value.detach(), max(LEARNING_RATE, amplified.get(spec.path, 0.0))
+        )
         for spec, value in expected.items()
         if spec.kind is InputKind.PARAM
     }
+
+
+def _noise(values: Mapping[GraphInput, torch.Tensor], gradients: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
+    """For the parameters whose gradients are on the scale of `NOISE`, what AdamW makes of a number of that scale: it
+    divides a gradient by its size, or by `EPS` if that is more."""
+    noise = NOISE * _scale(values, gradients)
+    return {path: LEARNING_RATE * noise / EPS for path, g in gradients.items() if g is not None and _largest(g) < noise}
+
+
+def _scale(values: Mapping[GraphInput, torch.Tensor], gradients: Mapping[str, torch.Tensor | None]) -> float:
+    """The largest number of a step: an input, a parameter, a tangent or a gradient."""
+    tensors = [v for v in values.values() if v.is_floating_point()] + [g for g in gradients.values() if g is not None]
+    return max(map(_largest, tensors), default=0.0)
 
 
 def _check_gradients_lie_as_parameters(program: LocalProgram) -> None:

@@ -23,6 +23,7 @@ from autopar.errors import InfeasibleBudgetError, PlanError
 from autopar.graph import JointGraph
 from autopar.layouts import MODES, find_layouts, storages
 from autopar.mesh import parse_shape
+from autopar.passes import coalesce
 from autopar.plan import RECOMPUTE_LEVELS, Plan
 from autopar.plan_file import load_plan, save_plan
 from autopar.planner import plan_named
@@ -149,7 +150,15 @@ def test_small_problems_get_the_best_plan_under_every_budget() -> None:
     assert num_pairs >= 200
 
 
+@pytest.fixture
+def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send parameters as large as those of a large model, so each by itself: what travels in one bucket costs blocks
+    something only together, and blocks are not smaller than a bucket but here."""
+    monkeypatch.setattr(coalesce, "BUCKET_BYTES", 0)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_one_by_one")
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_larger_problems_are_close_to_the_best_plan(cluster: str) -> None:
     """Two blocks: too many choices to be tried in full.  Each plan found is among brute force's, one is found wherever
