@@ -92,7 +92,7 @@ def search(joint: JointGraph, sizes: Sequence[int], ranks_per_node: int, price: 
         near = (time_s * (1 + slack), peak_bytes * (1 + slack))
         if not any(s.step_time_s <= near[0] and s.memory.total <= near[1] for s in done):
             done.append(one.run(*chosen))
-    _polish(bases, int((POLISHED_NODES / effort) ** 2))
+    _polish(bases, POLISHED_NODES // effort)
     return [p for one in bases for p in one.priced.values()]
 
 
@@ -166,9 +166,9 @@ SMALL_NODES = 400
 """Up to so many nodes of a graph, the first plan of every layout is simulated; of larger graphs, that of each kind on
 one mesh, and on the others where no other kind beats it."""
 
-EXHAUSTED_NODES, POLISHED_NODES = 20_000, 1_000
-"""How much simulation, in nodes of graphs, a problem may take to be tried in full; and at how many nodes polishing
-others tries one plan, at half of them four, since each takes half the time and promises as much."""
+EXHAUSTED_NODES, POLISHED_NODES = 20_000, 10_000
+"""How much simulation, in nodes of graphs, a problem may take to be tried in full, and how much goes into polishing
+others."""
 
 MAX_CHOICES = 400
 """Up to so many choices in a layout are all looked at."""
