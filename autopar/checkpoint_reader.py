@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,19 @@ _ALLOWED = {
 """What PyTorch's description of a checkpoint is made of.  It is a pickle, which could name any function to call."""
 
 
+def _member(kind: Any, name: str) -> enum.Enum:
+    """What some versions of Python call `getattr` for: the member of an enumeration."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
+        raise CheckpointError(
+            f"its description asks for an attribute {name!r}, which no checkpoint needs: do not use it"
+        )
+    return kind.__members__[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _ALLOWED:
             raise CheckpointError(f"its description asks for {module}.{name}, which no checkpoint needs: do not use it")

@@ -139,21 +139,24 @@ def simulate(
     bytes_moved = optimizer_bytes(rest) + 3 * rest.trained * (accumulate - 1)
     profile = memory_profile(program, cluster, optimizer, layouts, accumulate, fused, copies)
     collective_bytes: dict[str, float] = {}
-    collective_s = 0.0
+    busy_s: dict[str, float] = {}
     for graph, names in zip(program.graphs, once, strict=True):
         for c in collectives_of(graph.module.graph):
             number = copies.weight(shares.get(c.node, {c.module: 1})) * (1 if c.node in names else accumulate)
             kind = f"{c.kind}@{c.axis}"
             collective_bytes[kind] = collective_bytes.get(kind, 0) + c.num_bytes * number
-            collective_s += _price(c, program, links) * number
+            link = links[c.axis].name
+            busy_s[link] = busy_s.get(link, 0.0) + _price(c, program, links) * number
     numbers = [(copies.number(module), spent) for module, spent in clock.by_module.items()]
     compute_s = sum(n * spent.compute_s for n, spent in numbers)
+    # A link that lags behind is awaited in the end, and of a folded program that comes too soon.
+    lag_s = max(busy_s.values(), default=0.0) - compute_s if copies.units else 0.0
     compute_s += bytes_moved / cluster.device.memory_bandwidth_bytes_s
-    exposed_s = sum(n * sum(spent.exposed_s.values()) for n, spent in numbers)
+    exposed_s = max(lag_s, sum(n * sum(spent.exposed_s.values()) for n, spent in numbers))
     return Simulation(
         step_time_s=compute_s + exposed_s,
         compute_s=compute_s,
-        collective_s=collective_s,
+        collective_s=sum(busy_s.values()),
         exposed_s=exposed_s,
         memory=profile.peak,
         peak_at=profile.peak_at,
