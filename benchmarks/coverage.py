@@ -14,13 +14,11 @@ and attention; traffic is the bytes that ops read and write, of the whole step i
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
 import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +37,7 @@ from autopar.placement import Replicate
 from autopar.planner import plan_named
 from autopar.randomness import replace_random_ops
 from autopar.trace import trace
-from benchmarks.zoo import WithLoss, describe, load_registry, switch_off_dropout
+from benchmarks.zoo import WithLoss, chosen_models, describe, switch_off_dropout, zoo_parser
 
 
 def measure(entry: Any, strategies: list[str], mesh: str, batch: int) -> dict[str, Any]:
@@ -132,25 +130,14 @@ def print_summary(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="benchmarks.coverage", description=__doc__, formatter_class=raw)
-    parser.add_argument("--zoo", type=Path, required=True, metavar="FILE.py")
-    parser.add_argument("--only", metavar="NAME,NAME", help="these models; all without it")
-    parser.add_argument("--strategies", default="ddp,tp")
-    parser.add_argument("--mesh", default="4", help="4 or 2x2")
-    parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser = zoo_parser("coverage", __doc__, "ddp,tp")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
-    registry = load_registry(arguments.zoo.resolve())
-    names = arguments.only.split(",") if arguments.only else list(registry)
-    unknown = [name for name in names if name not in registry]
-    if unknown:
-        parser.error(f"no model {', '.join(unknown)} in {arguments.zoo}; there are {', '.join(registry)}")
+    models = chosen_models(parser, arguments)
     rows: list[dict[str, Any]] = []
-    for name in names:
-        rows.append(measure(registry[name], arguments.strategies.split(","), arguments.mesh, arguments.batch))
+    for name, entry in models.items():
+        rows.append(measure(entry, arguments.strategies.split(","), arguments.mesh, arguments.batch))
         shares = ", ".join(f"{r['strategy']} {100 * r['whole_flops_fraction']:.1f}%" for r in rows[-1]["strategies"])
         print(f"{name}: FLOPs run whole: {shares or rows[-1]['error'][:100]}", flush=True)
         if arguments.json:  # after every model, so that nothing is lost if the process dies

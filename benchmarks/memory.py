@@ -19,7 +19,6 @@ between steps.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
@@ -30,7 +29,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +49,7 @@ from autopar.planner import plan_named
 from autopar.precision import PRECISIONS
 from autopar.program import COLLECTIVE_KINDS
 from autopar.regions import find_regions
-from benchmarks.zoo import WithLoss, describe, load_registry
+from benchmarks.zoo import WithLoss, chosen_models, describe, zoo_parser
 
 STRATEGIES = "ddp,zero3,tp,fsdp+tp"
 OPTIMIZERS = {
@@ -224,31 +222,20 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="benchmarks.memory", description=__doc__, formatter_class=raw)
-    parser.add_argument("--zoo", type=Path, required=True, metavar="FILE.py")
-    parser.add_argument("--only", metavar="NAME,NAME", help="these models; all without it")
-    parser.add_argument("--strategies", default=STRATEGIES)
-    parser.add_argument("--mesh", default="4", help="4 or 2x2")
-    parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")
+    parser = zoo_parser("memory", __doc__, STRATEGIES)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--recompute", choices=("none", *RECOMPUTE_LEVELS), default="none", help="in every region")
     parser.add_argument("--precision", choices=PRECISIONS, help="what the model computes in; as it is without it")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces every start
-    registry = load_registry(arguments.zoo.resolve())
-    names = arguments.only.split(",") if arguments.only else list(registry)
-    unknown = [name for name in names if name not in registry]
-    if unknown:
-        parser.error(f"no model {', '.join(unknown)} in {arguments.zoo}; there are {', '.join(registry)}")
+    models = chosen_models(parser, arguments)
     rows: list[dict[str, Any]] = []
     with fake_process_group(math.prod(parse_shape(arguments.mesh))):
-        for name in names:
+        for name, entry in models.items():
             for strategy in arguments.strategies.split(","):
                 settings = (arguments.mesh, arguments.batch, arguments.optimizer)
-                rows.append(check(registry[name], strategy, *settings, arguments.recompute, arguments.precision))
+                rows.append(check(entry, strategy, *settings, arguments.recompute, arguments.precision))
                 row = rows[-1]
                 print(name, strategy, row["error"] or f"{row['ratio']:.3f}", flush=True)
                 if arguments.json:  # after every row, so that nothing is lost if the process dies

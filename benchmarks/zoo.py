@@ -156,27 +156,39 @@ def verdict(row: dict[str, Any]) -> str:
     return f"{word} {row['max_rel_err']:.0e} {100 * row['sharded_flops_fraction']:.0f}%"
 
 
-def main() -> None:
+def zoo_parser(name: str, description: str | None, strategies: str) -> argparse.ArgumentParser:
+    """A benchmark's arguments that say which models of a registry file run how."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="benchmarks.zoo", description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description, formatter_class=raw)
     parser.add_argument("--zoo", type=Path, required=True, metavar="FILE.py")
     parser.add_argument("--only", metavar="NAME,NAME", help="these models; all without it")
-    parser.add_argument("--strategies", default=STRATEGIES)
+    parser.add_argument("--strategies", default=strategies)
     parser.add_argument("--mesh", default="4", help="4 or 2x2")
     parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")
-    parser.add_argument("--steps", type=int, default=3, help="of AdamW, after which all is compared again")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
+    return parser
+
+
+def chosen_models(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The entries of the registry file that are asked for, by name; ends the program for a name that it lacks."""
     registry = load_registry(arguments.zoo.resolve())
     names = arguments.only.split(",") if arguments.only else list(registry)
     unknown = [name for name in names if name not in registry]
     if unknown:
         parser.error(f"no model {', '.join(unknown)} in {arguments.zoo}; there are {', '.join(registry)}")
+    return {name: registry[name] for name in names}
+
+
+def main() -> None:
+    parser = zoo_parser("zoo", __doc__, STRATEGIES)
+    parser.add_argument("--steps", type=int, default=3, help="of AdamW, after which all is compared again")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    models = chosen_models(parser, arguments)
     rows: list[dict[str, Any]] = []
-    for name in names:
+    for name, entry in models.items():
         for strategy in arguments.strategies.split(","):
-            rows.append(check(registry[name], strategy, arguments.mesh, arguments.batch, arguments.steps))
+            rows.append(check(entry, strategy, arguments.mesh, arguments.batch, arguments.steps))
             print(f"{name} {strategy}: {verdict(rows[-1])} ({rows[-1]['seconds']} s)", flush=True)
             if arguments.json:  # after every row, so that nothing is lost if the process dies
                 arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
