@@ -132,24 +132,26 @@ def diagonal_backward(call: Call) -> OpRule:
     return build(call, {"grad_output": line}, [dims], whole=whole, linear=[["grad_output"]])
 
 
+def _windows(call: Call, rank: int, argument: str) -> tuple[Dims, Dims, list[str]]:
+    """Dims of a tensor and of its windows along one dim, with what stays whole."""
+    base, dim = names(rank), call.dim(argument, rank)
+    dims = tuple((f,) for f in base)
+    windows: Dims = (*(("window",) if i == dim else d for i, d in enumerate(dims)), ("place",))
+    return dims, windows, [base[dim], "window", "place"]
+
+
 @derives(aten.unfold.default)
 def unfold(call: Call) -> OpRule:
     """Windows along one dim, which become a last one."""
-    rank = len(call.shape("self"))
-    base, dim = names(rank), call.dim("dimension", rank)
-    dims = tuple((f,) for f in base)
-    result: Dims = (*(("window",) if i == dim else d for i, d in enumerate(dims)), ("place",))
-    return build(call, {"self": dims}, [result], whole=[base[dim], "window", "place"], linear=[["self"]])
+    dims, windows, whole = _windows(call, len(call.shape("self")), "dimension")
+    return build(call, {"self": dims}, [windows], whole=whole, linear=[["self"]])
 
 
 @derives(aten.unfold_backward.default)
 def unfold_backward(call: Call) -> OpRule:
     """The windows' sum; the sizes are arguments."""
-    rank = len(call.out_shape)
-    base, dim = names(rank), call.dim("dim", rank)
-    dims = tuple((f,) for f in base)
-    windows: Dims = (*(("window",) if i == dim else d for i, d in enumerate(dims)), ("place",))
-    return build(call, {"grad_in": windows}, [dims], whole=[base[dim], "window", "place"], linear=[["grad_in"]])
+    dims, windows, whole = _windows(call, len(call.out_shape), "dim")
+    return build(call, {"grad_in": windows}, [dims], whole=whole, linear=[["grad_in"]])
 
 
 @derives(aten.searchsorted.Tensor)

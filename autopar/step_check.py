@@ -18,7 +18,7 @@ from autopar.rehearsal import check_memory, global_rows
 from autopar.runtime.module import ParallelModule
 from autopar.signature import flatten_inputs, flatten_output
 from autopar.single_device import Float64Throughout, Reference, in_float64
-from autopar.verification import VerifyReport, differences
+from autopar.verification import NOISE, VerifyReport, differences
 
 ROUNDINGS = 1e4
 """How many roundings of the computing dtype a difference may be: a sum left out or made twice is off by a factor, which
@@ -58,7 +58,7 @@ def verify_step(
         paths = {spec.path for spec in joint.inputs if spec.kind is InputKind.PARAM}
         results = {key: v for key, v in found.items() if key[0] is not OutputKind.GRADIENT or key[1] in paths}
         parameters = {GraphInput(InputKind.PARAM, name): value.double() for name, value in weights.items()}
-        errors = differences({**parameters, **values}, results, expected, noise=max(1e-6, accepted))
+        errors = differences({**parameters, **values}, results, expected, noise=max(NOISE, accepted))
         worst = max(errors, key=errors.__getitem__)
         report = VerifyReport(errors[worst] <= accepted, errors[worst], worst, errors, plan, 1.0, note)
         if not report.ok:
