@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar.cluster import Cluster, budget_bytes
-from autopar.cost_model.folded import Copies
+from autopar.cost_model.folded import WHOLE, Copies
 from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
 from autopar.cost_model.simulate import Simulation, simulate
 from autopar.cost_model.symbolic import symbolic_cost
@@ -157,17 +157,19 @@ class Compiler:
             best = next((p for p in by_time if p.simulation.memory.total <= budget), None)
             if best is None:
                 raise self._infeasible(joint, priced, budget)
-            return self._report(joint, best, priced, budget)
+            return self._report(joint, rewrite(joint, best.plan, check=False), best, priced, budget)
         smallest = min(priced, key=lambda p: p.simulation.memory.total)
         for best in (*(p for p in by_time if p.simulation.memory.total <= budget), smallest):
-            exact = self._priced_whole(joint, best)
+            program, exact = self._priced_whole(joint, best)
             if exact.simulation.memory.total <= budget:
-                return self._report(joint, exact, [exact, *(p for p in priced if p is not best)], budget)
+                return self._report(joint, program, exact, [exact, *(p for p in priced if p is not best)], budget)
         raise self._infeasible(joint, [exact], budget)
 
-    def _priced_whole(self, joint: JointGraph, priced: Priced) -> Priced:
-        """A plan of the folded graph as that of the whole one, priced by the whole program."""
-        return self.price(joint, whole_plan(priced.plan, self._planned_on(joint).runs, priced.splits))
+    def _priced_whole(self, joint: JointGraph, priced: Priced) -> tuple[LocalProgram, Priced]:
+        """A plan of the folded graph as that of the whole one: its program, and what that costs."""
+        plan = whole_plan(priced.plan, self._planned_on(joint).runs, priced.splits)
+        program = rewrite(joint, plan, check=False)
+        return program, Priced(plan, self._run(program, self.optimizer, WHOLE))
 
     def candidates(self, joint: JointGraph) -> list[Priced]:
         """Every strategy that is asked for and can use the mesh, simulated; with `auto`, also the plans of the search;
@@ -230,16 +232,17 @@ class Compiler:
         budget = budget_bytes(self.mem_gb, self.cluster)
         if priced.simulation.memory.total > budget:
             raise self._infeasible(joint, [priced], budget)
-        return self._report(joint, priced, [priced], budget)
+        return self._report(joint, rewrite(joint, plan, check=False), priced, [priced], budget)
 
     def compile(self, joint: JointGraph, plan: Plan) -> LocalProgram:
         """The program of a plan; ops that have no sharding rule are named in a warning, once."""
         self._warn_replicated(joint)
         return rewrite(joint, plan)
 
-    def _report(self, joint: JointGraph, best: Priced, priced: Sequence[Priced], budget: int) -> Plan:
+    def _report(
+        self, joint: JointGraph, program: LocalProgram, best: Priced, priced: Sequence[Priced], budget: int
+    ) -> Plan:
         plan, planned_on = best.plan, self._planned_on(joint)
-        program = rewrite(joint, plan, check=False)
         report = replace(
             plan_report(joint, program, best, priced, planned_on.runs, budget),
             cluster=str(self.cluster),
