@@ -19,6 +19,9 @@ from benchmarks.published_rows import Run, cublas_bytes, number, whole
 _FAMILY = "golden"
 _KIND = "torch max allocated, bytes"
 _DROPOUT = 0.1
+_OPTIMIZER_INSTANCES = 2
+"""Copies of the optimizer's state in the recipes that say in their name alone that there are several
+(`--num-distributed-optimizer-instances`)."""
 
 
 def read_golden(path: Path) -> list[Run]:
@@ -43,13 +46,14 @@ def read_golden_run(row: Mapping[str, str]) -> Run:
     sizes = Sizes(
         hidden, heads, whole(row, "query_groups", heads), 4 * hidden, -(-50257 // (128 * tensor)) * 128 * tensor,
         whole(row, "seq_len", 1024), is_gated="swiglu" in flags, is_tied=True, dropout=_DROPOUT,
-        is_flash=_has_flash(row),
+        is_flash=_has_flash(row), is_sequence_first=True, has_qk_norm="qk-layernorm" in flags,
     )  # fmt: skip
     family = re.split(r"[^a-z0-9]", row["platform"].lower())[-1].upper()
     cluster = Cluster.parse(f"1x{ranks} {family}")
+    shards = data // _OPTIMIZER_INSTANCES if "multi_dist_optimizer_instances" in row["test"] else data
     recompute = row["recompute_granularity"] or "none"
     return Run(
-        row["test"], _FAMILY, "", sizes, whole(row, "n_layers", 1), cluster, data, data,
+        row["test"], _FAMILY, "", sizes, whole(row, "n_layers", 1), cluster, data, shards,
         context, tensor, _zero_stage(flags), "sequence-parallel" in flags, micro_batch,
         max(1, whole(row, "global_batch", 1) // (data * micro_batch)), "full" if recompute == "full" else "none",
         is_fused=True, has_gradient_buffer=True,

@@ -27,6 +27,9 @@ class Sizes:
         is_tied: whether the output projection is the embedding.
         dropout: after the embedding, on the probabilities of attention, and after each half of a block.
         is_flash: whether attention is one fused kernel.
+        is_sequence_first: whether the sequence comes before the batch in memory, as in Megatron-LM: what a fused kernel
+            returns with the batch first is copied for the projection, and both are kept.
+        has_qk_norm: whether the heads of queries and keys are normalised.
     """
 
     hidden: int
@@ -39,6 +42,8 @@ class Sizes:
     is_tied: bool
     dropout: float = 0.0
     is_flash: bool = True
+    is_sequence_first: bool = False
+    has_qk_norm: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -54,13 +59,15 @@ class Attention(nn.Module):
         self.k = nn.Linear(sizes.hidden, kv_width, bias=has_bias)
         self.v = nn.Linear(sizes.hidden, kv_width, bias=has_bias)
         self.o = nn.Linear(sizes.heads * sizes.head_dim, sizes.hidden, bias=has_bias)
+        has_norm = sizes.has_qk_norm
+        self.q_norm, self.k_norm = (_norm(sizes, sizes.head_dim) if has_norm else nn.Identity() for _ in range(2))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, seq, width) -> (batch, heads, seq, head_dim)"""
         return x.unflatten(-1, (-1, self.sizes.head_dim)).transpose(1, 2)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        q, k, v = self._heads(self.q(x)), self._heads(self.k(x)), self._heads(self.v(x))
+        q, k, v = self.q_norm(self._heads(self.q(x))), self.k_norm(self._heads(self.k(x))), self._heads(self.v(x))
         if self.sizes.is_gated:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         grouped = self.sizes.kv_heads < self.sizes.heads
@@ -68,6 +75,8 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         else:
             y = _unfused_attention(q, k, v, self.drop)
+        if self.sizes.is_flash and self.sizes.is_sequence_first:
+            return self.o(y.permute(2, 0, 1, 3).flatten(2)).transpose(0, 1)
         return self.o(y.transpose(1, 2).flatten(2))
 
 
@@ -95,7 +104,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.norm1, self.norm2 = _norm(sizes), _norm(sizes)
+        self.norm1, self.norm2 = _norm(sizes, sizes.hidden), _norm(sizes, sizes.hidden)
         self.attention, self.mlp = Attention(sizes), FeedForward(sizes)
         self.drop = _dropout(sizes)
 
@@ -104,8 +113,8 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
-def _norm(sizes: Sizes) -> nn.Module:
-    return nn.RMSNorm(sizes.hidden) if sizes.is_gated else nn.LayerNorm(sizes.hidden)
+def _norm(sizes: Sizes, width: int) -> nn.Module:
+    return nn.RMSNorm(width) if sizes.is_gated else nn.LayerNorm(width)
 
 
 def _dropout(sizes: Sizes) -> nn.Module:
@@ -123,7 +132,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(sizes.vocab, sizes.hidden)
         self.positions = None if sizes.is_gated else nn.Embedding(sizes.seq, sizes.hidden)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(num_layers))
-        self.norm, self.drop = _norm(sizes), _dropout(sizes)
+        self.norm, self.drop = _norm(sizes, sizes.hidden), _dropout(sizes)
         self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
         if sizes.is_tied:
             self.head.weight = self.embedding.weight

@@ -134,6 +134,7 @@ def _sizes(row: Mapping[str, str], seq: int) -> Sizes:
     return Sizes(
         hidden, heads, whole(row, "n_kv_heads", heads), whole(row, "ffn_hidden", 4 * hidden), vocab, seq,
         _flag(row, "mlp_gated"), _flag(row, "tied_emb"), _dropout(row), _has_flash(row),
+        is_sequence_first=_is_megatron(row),
     )  # fmt: skip
 
 

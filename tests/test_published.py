@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from autopar.cluster import Cluster
 from benchmarks import published
 from benchmarks.published_golden import read_golden
+from benchmarks.published_model import Sizes
+from benchmarks.published_price import predict
 from benchmarks.published_roofline import step_flops
 from benchmarks.published_rows import Run, flash_generation, network_gbit, read_runs
 
@@ -112,6 +116,26 @@ def test_golden_rows(tmp_path: Path) -> None:
     assert not whole.model.is_flash
     assert whole.memory_gib == 2
     assert piped.skipped == "pipeline parallelism"
+    changes = {"test": "t_multi_dist_optimizer_instances", "flags": "qk-layernorm", "attention_backend": ""}
+    (several,) = read_golden(write_rows(tmp_path / "golden.csv", changes, base=base))
+    assert several.model is not None
+    assert (several.data, several.shards) == (4, 2)
+    assert several.model.has_qk_norm
+    assert several.model.is_flash
+    assert not whole.model.has_qk_norm
+
+
+def test_a_fused_kernel_with_the_sequence_first_keeps_what_it_returns_twice() -> None:
+    sizes = Sizes(64, 4, 4, 256, 512, 32, is_gated=False, is_tied=True)
+    cluster = Cluster.parse("1x1 A100-80GB")
+
+    def activations(sizes: Sizes, num_layers: int) -> float:
+        run = Run("r", "f", model=sizes, num_layers=num_layers, cluster=cluster, micro_batch=2)
+        return predict(run).allocated_bytes
+
+    first, second = sizes, replace(sizes, is_sequence_first=True)
+    more = [activations(second, n) - activations(first, n) for n in (4, 5)]
+    assert more[1] - more[0] == 2 * 32 * 64 * 2  # one more bfloat16 tensor (batch, seq, hidden) a block
 
 
 def test_summary_counts_and_ranks() -> None:
