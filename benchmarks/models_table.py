@@ -48,7 +48,7 @@ def table(rows: list[dict[str, Any]], coverage: list[dict[str, Any]]) -> str:
     counts = {word: results.count(word) for word in ("equal", "refused")}
     lines = [
         HEAD.format(
-            strategies=",".join(strategies), mesh=" and ".join(meshes), covered=",".join(covered), tolerance=TOLERANCE,
+            strategies=",".join(strategies), mesh=",".join(meshes), covered=",".join(covered), tolerance=TOLERANCE,
             num_ok=counts["equal"], num_rows=len(results), num_refused=counts["refused"],
             num_wrong=len(results) - sum(counts.values()),
         ),

@@ -1,6 +1,6 @@
 """Every model of a zoo, under every strategy, compared with the single device.
 
-    python -m benchmarks.zoo --zoo FILE.py [--only NAME,NAME] [--strategies ddp,zero3,…] [--mesh 4|2x2] --json OUT
+    python -m benchmarks.zoo --zoo FILE.py [--only NAME,NAME] [--strategies ddp,zero3,…] [--mesh 4,2x2] --json OUT
 
 FILE.py holds `REGISTRY`, a dict from name to an entry with `build() -> nn.Module`,
 `make_batch(batch_size, seed) -> (args, kwargs)` and `loss_fn(output) -> scalar tensor`.  Each model is wrapped with its
@@ -10,7 +10,8 @@ loss, dropout is switched off, and `autopar.verify` runs all ranks in one proces
 
 `ok`: loss, outputs, every gradient and buffer are within 1e-9 of the single device's, relative to the tensor's largest
 entry, and the same, with every parameter, after `steps` steps of AdamW.  `refused`: autopar declined with an
-error that says why.
+error that says why.  Rows that OUT already has are not run again: delete those that a change
+touches.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import itertools
 import json
 import sys
 import time
@@ -185,16 +187,30 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     models = chosen_models(parser, arguments)
-    rows: list[dict[str, Any]] = []
-    for name, entry in models.items():
-        for strategy in arguments.strategies.split(","):
-            rows.append(check(entry, strategy, arguments.mesh, arguments.batch, arguments.steps))
-            print(f"{name} {strategy}: {verdict(rows[-1])} ({rows[-1]['seconds']} s)", flush=True)
-            if arguments.json:  # after every row, so that nothing is lost if the process dies
-                arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-            gc.collect()
-    num_strategies = len(arguments.strategies.split(","))
-    print_table(rows, Console(width=max(Console().width, 26 + 17 * num_strategies)))
+    strategies, meshes = arguments.strategies.split(","), arguments.mesh.split(",")
+    rows = kept_rows(arguments.json)
+    for mesh, name, strategy in itertools.product(meshes, models, strategies):
+        if any(key_of(row) == (name, strategy, mesh) for row in rows):
+            continue
+        rows.append(check(models[name], strategy, mesh, arguments.batch, arguments.steps))
+        print(f"{name} {strategy} {mesh}: {verdict(rows[-1])} ({rows[-1]['seconds']} s)", flush=True)
+        if arguments.json:  # after every row, so that nothing is lost if the process dies
+            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        gc.collect()
+    for mesh in meshes:
+        asked = {(name, strategy, mesh) for name, strategy in itertools.product(models, strategies)}
+        found = [row for row in rows if key_of(row) in asked]
+        print_table(found, Console(width=max(Console().width, 26 + 17 * len(strategies))))
+
+
+def kept_rows(path: Path | None) -> list[dict[str, Any]]:
+    """The rows that an earlier run left at `path`."""
+    return json.loads(path.read_text()) if path is not None and path.exists() else []
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, str, str]:
+    """What a row is about: model, strategy and mesh."""
+    return row["model"], row["strategy"], row["mesh"]
 
 
 if __name__ == "__main__":

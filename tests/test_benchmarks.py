@@ -115,6 +115,25 @@ def test_any_other_error_is_a_row_too(monkeypatch: pytest.MonkeyPatch, registry:
     assert (row["ok"], row["error"]) == (False, "ImportError: No module named 'elsewhere'")
 
 
+def test_rows_of_an_earlier_run_are_kept(
+    monkeypatch: pytest.MonkeyPatch, registry: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, asked = tmp_path / "rows.json", []
+
+    def verify(_model: nn.Module, strategy: str, _inputs: Any, *, mesh: str, num_steps: int) -> Any:
+        asked.append((strategy, mesh))
+        return report(True, 0.0)
+
+    monkeypatch.setattr("autopar.verify", verify)
+    for strategies, meshes in (("ddp", "4"), ("ddp,tp", "4,2x2")):
+        arguments = ["--zoo", str(registry), "--only", "small", "--strategies", strategies, "--mesh", meshes]
+        monkeypatch.setattr("sys.argv", ["zoo", *arguments, "--json", str(out)])
+        zoo.main()
+    expected = [("ddp", "4"), ("tp", "4"), ("ddp", "2x2"), ("tp", "2x2")]
+    assert asked == expected == [(row["strategy"], row["mesh"]) for row in json.loads(out.read_text())]
+    assert "2 ok, 0 refused, 0 WRONG, 0 error of 2" in capsys.readouterr().out
+
+
 def test_dropout_is_switched_off_in_modules_attributes_and_configurations() -> None:
     model = nn.Sequential(nn.Dropout(0.1), nn.MultiheadAttention(4, 1, dropout=0.2))
     model.config = SimpleNamespace(attn_pdrop=0.3, dropout=0.4, hidden=4.0)  # type: ignore[assignment]
