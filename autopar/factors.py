@@ -220,6 +220,7 @@ def _analyse(joint: JointGraph) -> FactorAnalysis:
                 _apply(found, node, rule)
     _name_anchors(found, joint)
     _join_gradients(found, joint)
+    _join_written_rows(found, joint)
     return found
 
 
@@ -248,6 +249,21 @@ def _join_gradients(found: FactorAnalysis, joint: JointGraph) -> None:
         if spec.kind is OutputKind.GRADIENT and node is not None and spec.path in params:
             for ours, theirs in zip(found.dims[params[spec.path], 0], found.dims[source_of(node)], strict=True):
                 unify([ours], [theirs])
+
+
+def _join_written_rows(found: FactorAnalysis, joint: JointGraph) -> None:
+    """Rows that are written into a constant where an index says, such as messages summed at the nodes of a graph, are
+    rows of the batch if there are as many and nothing else says what they are: it goes by the size, as for inputs."""
+    batch = next(iter(joint.batch_dims.items()), None)
+    if batch is None or not (rows := found.dim_factors(found.anchors[f"input:{batch[0]}"], batch[1])):
+        return
+    named = {f for node in found.anchors.values() for f in leaves(found.dims.get((node, 0), ()))}
+    for node, rule in found.rules.items():
+        if found.operands[node] and found.operands[node][0].target is torch.ops.aten.full.default:
+            for name in rule.whole.intersection(name for dims in rule.outputs[:1] for group in dims for name in group):
+                written = found.rule_factors(node, name)
+                if len(written) == 1 and written[0].size == rows[0].size and written[0] not in named:
+                    unify(rows[:1], written)
 
 
 def _name_anchors(found: FactorAnalysis, joint: JointGraph) -> None:
