@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from autopar._compat import OpOverload, registered_decomposition
 from autopar.grouped import DEFINITIONS as GROUPED
+from autopar.masked_scatter import DEFINITIONS as MASKED_SCATTER
 from autopar.rules import Call, has_rule, overloads_of
 
 aten = torch.ops.aten
@@ -267,6 +268,7 @@ def _always(definition: Definition) -> Callable[[Call], Definition]:
 
 
 _DEFINITIONS: dict[Any, Callable[[Call], Definition | None]] = {
+    **MASKED_SCATTER,
     **{op: _constant for packet in _CONSTANTS for op in overloads_of(packet) if not op._schema.is_mutable},
     aten.var.correction: _always(_var),
     aten.std.correction: _always(_std),

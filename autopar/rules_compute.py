@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from autopar.rules import Call, Dims, OpRule, build, derives, overloads_of, written
@@ -300,20 +302,26 @@ def index(call: Call) -> OpRule:
     vals = [indices[i].meta["val"] for i in used]
     if any(v.dtype == torch.bool for v in vals):
         return build(call, {}, [tuple(() for _ in call.out_shape)])
-    width = max(v.dim() for v in vals)
-    broadcast = torch.broadcast_shapes(*(v.shape for v in vals))  # type: ignore[no-untyped-call]
-    block: Dims = tuple((f,) if n != 1 else () for f, n in zip(names(width, "i"), broadcast, strict=True))
-    terms: list[Dims] = [
-        tuple(block[width - v.dim() + i] if n == broadcast[width - v.dim() + i] else () for i, n in enumerate(v.shape))
-        for v in vals
-    ]
+    block, terms = index_block(vals)
     adjacent = used == list(range(used[0], used[-1] + 1))
     free = [i for i in range(len(source)) if i not in used]
     left = tuple((f"d{i}",) if i in free else () for i in range(len(source)))
     before = [i for i in free if adjacent and i < used[0]]
     after = [i for i in free if i not in before]
     right = (*((f"d{i}",) for i in before), *block, *((f"d{i}",) for i in after))
-    return build(call, {"self": left, "indices": terms}, [right], linear=[["self"]], even=names(width, "i"))
+    return build(call, {"self": left, "indices": terms}, [right], linear=[["self"]], even=names(len(block), "i"))
+
+
+def index_block(indices: Sequence[torch.Tensor]) -> tuple[Dims, list[Dims]]:
+    """Dims of the shape to which index tensors broadcast, and of each of them."""
+    broadcast = torch.broadcast_shapes(*(v.shape for v in indices))  # type: ignore[no-untyped-call]
+    width = len(broadcast)
+    block: Dims = tuple((f,) if n != 1 else () for f, n in zip(names(width, "i"), broadcast, strict=True))
+    terms: list[Dims] = [
+        tuple(block[width - v.dim() + i] if n == broadcast[width - v.dim() + i] else () for i, n in enumerate(v.shape))
+        for v in indices
+    ]
+    return block, terms
 
 
 # ---------------------------------------------------------------------------------------------------------- constants

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from autopar.rules import Call, Dims, OpRule, build, derives
-from autopar.rules_compute import index
+from autopar.rules_compute import index, index_block
 from autopar.rules_view import names
 
 aten = torch.ops.aten
@@ -182,9 +183,16 @@ def write_slice(call: Call) -> OpRule:
     return build(call, {"self": dims, "src": part}, [dims], whole=[base[dim], "part"], linear=[["self", "src"]])
 
 
+def _is_zeros(value: object) -> bool:
+    """Whether this is the constant 0, onto which parts may be summed rank by rank: anything else would count once for
+    each rank."""
+    return isinstance(value, fx.Node) and value.target is aten.full.default and value.args[1] in (0, False)
+
+
 @derives(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two)
 def scatter(call: Call) -> OpRule:
-    """Elements are written along `dim`, which stays whole, as does any dim in which the index is shorter."""
+    """Elements are written along `dim`, which stays whole, as does any dim in which the index is shorter.  The elements
+    may be cut where what they give is a sum (into zeros) or a maximum."""
     into, at = call.shape("self"), call.shape("index")
     rank = len(into)
     if rank == 0 or len(at) != rank:
@@ -193,6 +201,9 @@ def scatter(call: Call) -> OpRule:
     given = call.shape("src") if "src" in call.args else at
     base, other, third = names(rank), names(rank, "i"), names(rank, "s")
     same = [i != dim and into[i] == at[i] == given[i] for i in range(rank)]
+    combine = _combines(call) if at[dim] == given[dim] else None
+    if combine:
+        third[dim] = other[dim]
     dims = tuple((f,) for f in base)
     index_dims: Dims = tuple((base[i],) if same[i] else (other[i],) for i in range(rank))
     source_dims: Dims = tuple((base[i],) if same[i] else (third[i],) for i in range(rank))
@@ -200,23 +211,37 @@ def scatter(call: Call) -> OpRule:
     inputs: dict[str, Dims | list[Dims]] = {"self": dims, "index": index_dims}
     if "src" in call.args:
         inputs["src"] = source_dims
-    return build(call, inputs, [dims], whole=whole)
+    free = {other[dim]} if combine else set()
+    reduce = {name: combine for name in free if combine}
+    return build(call, inputs, [dims], whole={*whole} - free, reduce=reduce, even=free)
+
+
+def _combines(call: Call) -> str | None:
+    """How the results of a part of the elements each make that of all, if they do."""
+    if call.op in (aten.scatter.src, aten.scatter.value):
+        return None
+    how = {"sum": "sum", "amax": "max", "amin": "min"}.get(call.args.get("reduce", "sum"))
+    if how == "sum":
+        return how if _is_zeros(call["self"]) else None
+    return how if call["include_self"] else None
 
 
 @derives(aten.index_add.default)
 def index_add(call: Call) -> OpRule:
-    """Slices are added along `dim`, which stays whole."""
+    """Slices are added along `dim`, which stays whole; those that are added to zeros may be cut."""
     rank = len(call.out_shape)
     base, dim = names(rank), call.dim("dim", rank)
     dims = tuple((f,) for f in base)
     source: Dims = tuple(("rows",) if i == dim else d for i, d in enumerate(dims))
     inputs: dict[str, Dims | list[Dims]] = {"self": dims, "index": (("rows",),), "source": source}
-    return build(call, inputs, [dims], whole=[base[dim], "rows"], linear=[["self", "source"]])
+    whole = [base[dim]] if _is_zeros(call["self"]) else [base[dim], "rows"]
+    return build(call, inputs, [dims], whole=whole, linear=[["self", "source"]], even=["rows"])
 
 
 @derives(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(call: Call) -> OpRule:
-    """Values are written where index tensors point; dims that they do not index are free if the values have them."""
+    """Values are written where index tensors point; dims that they do not index are free if the values have them, and
+    so are the index tensors' own where values are added to zeros."""
     indices = list(call["indices"])
     into, values = call.shape("self"), call.shape("values")
     used = [i for i, node in enumerate(indices) if node is not None]
@@ -224,20 +249,22 @@ def index_put(call: Call) -> OpRule:
     adjacent = used == list(range(used[0], used[-1] + 1))
     if any(v.dtype == torch.bool for v in vals) or not adjacent:
         return build(call, {}, [tuple(() for _ in into)])
-    width = max(v.dim() for v in vals)
+    block, terms = index_block(vals)
+    if not (call["accumulate"] and _is_zeros(call["self"])):
+        block, terms = tuple(() for _ in block), [tuple(() for _ in term) for term in terms]
     free = [i for i in range(len(into)) if i not in used]
-    before = [i for i in free if i < used[0]]
-    after = [i for i in free if i > used[-1]]
     # The shape that the values broadcast to: free dims before, the indices', free dims after.
-    target = [*before, *[-1] * width, *after]
+    before, after = ([i for i in free if i < used[0]], [i for i in free if i > used[-1]])
+    target = (*((f"d{i}",) for i in before), *block, *((f"d{i}",) for i in after))
     offset = len(target) - len(values)
-    has = {target[i + offset]: i for i, size in enumerate(values) if target[i + offset] >= 0 and size != 1}
-    dims: Dims = tuple((f"d{i}",) if i in has else (f"w{i}",) for i in range(len(into)))
     term: Dims = tuple(
-        (f"d{target[i + offset]}",) if has.get(target[i + offset]) == i else (f"v{i}",) for i in range(len(values))
+        target[i + offset] if size != 1 and target[i + offset] else (f"v{i}",) for i, size in enumerate(values)
     )
+    has = {name for group in term for name in group}
+    dims: Dims = tuple((f"d{i}",) if f"d{i}" in has else (f"w{i}",) for i in range(len(into)))
     whole = [*(f"w{i}" for i in range(len(into))), *(f"v{i}" for i in range(len(values)))]
-    return build(call, {"self": dims, "values": term}, [dims], whole=whole)
+    even = [name for group in block for name in group]
+    return build(call, {"self": dims, "indices": terms, "values": term}, [dims], whole=whole, even=even)
 
 
 derives(aten._unsafe_index.Tensor)(index)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rule_cases import Zeros
 from torch import Tensor, fx, nn
 
 from autopar._compat import tree_flatten, tree_map, tree_unflatten
@@ -20,7 +21,7 @@ from autopar.passes.reshard import insert_reshards
 from autopar.placement import Partial, Sharding, replicated
 from autopar.plan import Plan
 from autopar.program import LocalGraph
-from autopar.rules import OpRule, rule_for
+from autopar.rules import OpRule, rule_for, tensor_inputs
 from autopar.runtime.lockstep import run_lockstep
 from autopar.runtime.sharding import shard_tensor, unshard
 
@@ -53,13 +54,19 @@ class OneOp:
 def one_op(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], stand_in: Callable[..., Any] | None = None
 ) -> OneOp:
-    """The graph of `op(*args, **kwargs)`; every tensor is an input, every tensor that the op returns an output."""
+    """The graph of `op(*args, **kwargs)`; every tensor is an input, `Zeros` a constant, and every tensor that the op
+    returns an output."""
     graph = fx.Graph()
     leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    placeholders = [_tagged(graph.placeholder(f"x{i}"), _shape_of(t)) for i, t in enumerate(tensors)]
-    nodes = iter(placeholders)
-    call_args, call_kwargs = tree_unflatten([next(nodes) if isinstance(x, Tensor) else x for x in leaves], spec)
+    placeholders = iter([_tagged(graph.placeholder(f"x{i}"), _shape_of(t)) for i, t in enumerate(tensors)])
+    nodes = [
+        next(placeholders) if isinstance(x, Tensor) else _constant(graph, x) if isinstance(x, Zeros) else x
+        for x in leaves
+    ]
+    call_args, call_kwargs = tree_unflatten(nodes, spec)
+    values = [torch.zeros(x.shape, dtype=torch.float64) if isinstance(x, Zeros) else x for x in leaves]
+    args, kwargs = tree_unflatten(values, spec)
     result = (stand_in or op)(*args, **kwargs)
     several = isinstance(result, (tuple, list))
     expected = list(result) if several else [result]
@@ -81,6 +88,13 @@ def one_op(
         {},
     )
     return OneOp(joint, call, tensors, expected, stand_in)
+
+
+def _constant(graph: fx.Graph, zeros: Zeros) -> fx.Node:
+    value = torch.zeros(zeros.shape, dtype=torch.float64, device="meta")
+    return _tagged(
+        graph.call_function(torch.ops.aten.full.default, (list(zeros.shape), 0.0), {"dtype": torch.float64}), value
+    )
 
 
 def _tagged(node: fx.Node, value: Any) -> fx.Node:
@@ -134,8 +148,10 @@ def assignment_of(
     if partial:
         inputs = tuple(unreduced if i in partial else whole for i in range(len(rule.inputs)))
         outputs = (unreduced,) * len(rule.outputs)
-    given = {i: s for i, s in enumerate(inputs) if i in partial}
-    nodes = {node: NodeSharding((), (given.get(i, whole),)) for i, node in enumerate(case.joint.placeholders)}
+    given = {node: s for i, (node, s) in enumerate(zip(tensor_inputs(case.call), inputs, strict=True)) if i in partial}
+    nodes = {node: NodeSharding((), (given.get(node, whole),)) for node in case.joint.placeholders}
+    for constant in case.joint.module.graph.find_nodes(op="call_function", target=torch.ops.aten.full.default):
+        nodes[constant] = NodeSharding((), (whole,), (None,) * mesh.num_axes, rule_for(constant))
     nodes[case.call] = NodeSharding(inputs, outputs, tuple(cuts), rule)
     wanted = tuple(None if node is None else unreduced if partial else whole for node in case.joint.output_values)
     return Assignment(nodes, wanted)

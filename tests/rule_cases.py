@@ -54,6 +54,18 @@ def b(*shape: int) -> Random:
 
 
 @dataclass(frozen=True)
+class Zeros:
+    """A constant of the graph, by which a rule knows that there is nothing in it yet."""
+
+    shape: tuple[int, ...]
+
+
+def zeros(*shape: int) -> Zeros:
+    """Float64 zeros that the graph makes."""
+    return Zeros(shape)
+
+
+@dataclass(frozen=True)
 class Case:
     """One call.
 
@@ -82,6 +94,8 @@ class Case:
 
 
 def _word(value: Any) -> str:
+    if isinstance(value, Zeros):
+        return "zeros" + "x".join(map(str, value.shape))
     if isinstance(value, Random):
         return "x".join(map(str, value.shape)) or "scalar"
     if isinstance(value, list):

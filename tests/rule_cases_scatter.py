@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from rule_cases import Case, Random, case, f, i, whole
+from rule_cases import Case, Random, case, f, i, whole, zeros
 
 from autopar import grouped  # noqa: F401  (registers an op and its rule)
 
@@ -66,6 +66,17 @@ SCATTERS: list[Case] = [
     case(aten.scatter_add.default, f(6, 7), 1, i(6, 12, below=7), f(6, 12)),
     case(aten.index_add.default, f(7, 6), 0, i(4, below=7), f(4, 6)),
     case(aten.index_add.default, f(6, 7), 1, i(4, below=7), f(6, 4)),
+    case(aten.scatter_add.default, zeros(7, 6), 0, i(12, 6, below=7), f(12, 6)),
+    case(aten.scatter_add.default, zeros(6, 7), 1, i(6, 5, below=7), f(6, 9)),
+    case(aten.scatter_reduce.two, zeros(7, 6), 0, i(12, 6, below=7), f(12, 6), "sum"),
+    case(aten.scatter_reduce.two, f(7, 6), 0, i(12, 6, below=7), f(12, 6), "amin"),
+    case(aten.scatter_reduce.two, zeros(6, 5), 1, i(6, 3, below=5), f(6, 3), "mean"),
+    case(aten.scatter_reduce.two, f(6, 5), 1, i(6, 3, below=5), f(6, 3), "amax", include_self=False),
+    case(aten.index_add.default, zeros(7, 6), 0, i(12, below=7), f(12, 6), alpha=2),
+    case(aten.index_put.default, zeros(7, 6), [i(12, below=7)], f(12, 6), True),
+    case(aten.index_put.default, zeros(7, 6), [i(12, below=7)], f(6)),
+    case(aten.index_put.default, zeros(7), [i(12, below=7)], f(), True),
+    case(aten.index_put.default, zeros(6, 7, 5, 4), [None, i(12, 1, below=7), i(6, below=5)], f(6, 12, 6, 1), True),
     case(aten.index_put.default, f(7, 6), [i(3, below=7)], f(3, 6)),
     case(aten.index_put.default, f(7, 6), [i(3, below=7)], f(3, 6), True),
     case(aten.index_put.default, f(6, 7, 4), [None, i(3, below=7)], f(6, 3, 4), True),
