@@ -106,6 +106,19 @@ class Attention(nn.Module):
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class Shifted(nn.Module):
+    """What a norm's bias adds the next norm takes away, so that its gradient is rounding alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(8, 8, 1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        y = self.norm2(self.second(self.norm1(self.first(x)))).relu().mean((2, 3))
+        return torch.nn.functional.cross_entropy(y, label)
+
+
 @dataclass(frozen=True)
 class Example:
     """A model and a global batch of 8 rows."""
@@ -118,6 +131,7 @@ class Example:
 EXAMPLES = {
     "mlp": Example(Mlp, lambda: (torch.randn(8, 12),)),
     "conv": Example(ConvNet, lambda: (torch.randn(8, 3, 9, 9), torch.arange(8) % 5)),
+    "noise": Example(Shifted, lambda: (torch.randn(8, 3, 9, 9), torch.arange(8))),
     "several outputs": Example(Several, lambda: (torch.randn(8, 6),)),
     "tied": Example(Tied, lambda: (torch.randn(8, 8),)),
     "frozen": Example(Frozen, lambda: (torch.randn(8, 8),)),
@@ -155,7 +169,7 @@ def test_eight_ranks(strategy: str, sizes: tuple[int, ...]) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("name", ["buffers", "tied", "frozen", "dropout", "odd sizes"])
+@pytest.mark.parametrize("name", ["buffers", "tied", "frozen", "dropout", "odd sizes", "noise"])
 def test_steps_of_the_optimizer_are_compared_too(name: str) -> None:
     ours = made(name)
     plan = ours.plan("fsdp+tp", 2, 2)
