@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from autopar.cost_model.collectives import wire_bytes
+from autopar.cost_model.ops import count_flops
 from autopar.factors import analyse
 from autopar.graph import JointGraph
 from autopar.mesh import Mesh
-from autopar.passes.pipeline import collectives_under, parameter_uses
+from autopar.passes.pipeline import lowered, parameter_uses
 from autopar.plan import Plan
+from autopar.program import collectives_of
 from autopar.strategies import canonical_name, named_plan, strategy_mesh
 
 
@@ -30,12 +33,16 @@ def named_on(name: str, joint: JointGraph, mesh: Mesh) -> Plan:
     return joint.keep(
         ("named", name, mesh),
         lambda: named_plan(
-            name, joint, analyse(joint), mesh, lambda p: parameter_uses(joint, p), lambda p: moved_bytes(joint, p)
+            name, joint, analyse(joint), mesh, partial(parameter_uses, joint), partial(bytes_for_division, joint)
         ),
     )
 
 
-def moved_bytes(joint: JointGraph, plan: Plan) -> float:
-    """Bytes that one rank sends in a step, by the ring formulas."""
-    collectives = collectives_under(joint, plan)
-    return math.fsum(wire_bytes(c.kind, plan.mesh.size(c.axis), c.num_bytes) for c in collectives)
+def bytes_for_division(joint: JointGraph, plan: Plan) -> float:
+    """Bytes that one rank sends in a step, by the ring formulas, for the whole step's FLOPs that the last axis divides;
+    infinite where it divides none."""
+    graph, mesh = lowered(joint, plan), plan.mesh
+    moved = math.fsum(wire_bytes(c.kind, mesh.size(c.axis), c.num_bytes) for c in collectives_of(graph))
+    whole, local = count_flops(joint.module.graph), count_flops(graph)
+    divided = 1 - local * math.prod(mesh.sizes[:-1]) / whole if whole else 0.0
+    return moved / divided if divided > 0 else math.inf

@@ -26,11 +26,12 @@ import networkx as nx
 import torch
 from torch import fx
 
+from autopar.cost_model.ops import node_flops
 from autopar.errors import InputError, MeshError
 from autopar.factors import Factor, FactorAnalysis, source_of
 from autopar.graph import JointGraph
 from autopar.mesh import Mesh
-from autopar.passes.decompose import DECOMPOSITIONS
+from autopar.passes.decompose import freed
 from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard
 from autopar.plan import EXPERTS, FactorRef, Plan, Storage
 from autopar.rules import OpRule, is_look_or_cast
@@ -43,8 +44,9 @@ ALIASES = {"fsdp": "zero3"}
 Price = Callable[[Plan], float]
 """What a plan costs, for choosing between the ways in which a strategy can be carried out; lower is better."""
 
-_MAX_SETS = 32
-"""How many sets of factors are priced for tensor parallelism; models have one to three."""
+_MAX_SETS, _MAX_PRICED = 32, 4
+"""How many sets of factors tensor parallelism looks at, and of how many it makes a plan: of those that most FLOPs have.
+Transformers have one to three, convolutional nets with skips some twenty."""
 
 
 def canonical_name(strategy: str) -> str:
@@ -187,7 +189,8 @@ def tensor_parallel_factors(joint: JointGraph, analysis: FactorAnalysis, num_ran
 
     Two factors that meet in one parameter exclude each other: cutting one leaves the other whole there.  Megatron-LM's
     choice (heads, ffn, vocabulary) is one maximal set of a transformer's factors; the residual stream's width is
-    another.  Which is best is a matter of price.  Blocks that repeat decide alike.
+    another.  Which is best is a matter of price; of many sets the few are returned that most FLOPs have.  Blocks that
+    repeat decide alike.
     """
     groups = _factor_groups(joint, analysis, num_ranks)
     graph = nx.Graph()
@@ -198,14 +201,27 @@ def tensor_parallel_factors(joint: JointGraph, analysis: FactorAnalysis, num_ran
             graph.add_edge(key, other)
     sets = list(itertools.islice(nx.find_cliques(nx.complement(graph)), _MAX_SETS)) if groups else []
     order = {key: i for i, key in enumerate(groups)}
-    out = []
+    out: dict[frozenset[int], tuple[FactorRef, ...]] = {}
     for chosen in sorted(sorted(s, key=order.__getitem__) for s in sets):
         refs: dict[int, FactorRef] = {}
         for key in chosen:
             for ref, factor, _ in groups[key]:
                 refs.setdefault(id(factor), ref)
-        out.append(tuple(refs.values()))
-    return out or [()]
+        out.setdefault(frozenset(refs), tuple(refs.values()))
+    if len(out) > _MAX_PRICED:
+        shares = _flops_by_factor(analysis)
+        flops = {chosen: sum(count for count, parts in shares if parts & chosen) for chosen in out}
+        out = {chosen: out[chosen] for chosen in sorted(out, key=flops.__getitem__, reverse=True)[:_MAX_PRICED]}
+    return list(out.values()) or [()]
+
+
+def _flops_by_factor(analysis: FactorAnalysis) -> list[tuple[int, frozenset[int]]]:
+    """The FLOPs of each product, and the factors along which it may be cut."""
+    return [
+        (flops, frozenset(id(f) for name, _, f in analysis.parts(node) if name not in rule.whole - freed(node, rule)))
+        for node, rule in analysis.rules.items()
+        if (flops := node_flops(node))
+    ]
 
 
 def expert_refs(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) -> tuple[FactorRef, ...]:
@@ -285,8 +301,8 @@ def _factors_kept_whole(analysis: FactorAnalysis) -> set[int]:
     return {
         id(factor)
         for node, rule in analysis.rules.items()
-        if node.target not in DECOMPOSITIONS and rule.inputs
-        for name in rule.whole
+        if rule.inputs
+        for name in rule.whole - freed(node, rule)
         for factor in analysis.rule_factors(node, name)
     }
 

@@ -1,12 +1,13 @@
 """Decompose: take apart the ops that a plan cuts along a factor which they need whole.
 
 Changes rounding.  A softmax over a cut vocabulary becomes a maximum, a sum and pointwise ops, each of which can be cut
-(this is Megatron-LM's vocabulary-parallel cross entropy); a product with a bias, contracted over a cut factor, becomes
-one without and a sum, so that the bias is added once.  Ops that the plan leaves whole stay fused.
+(this is Megatron-LM's vocabulary-parallel cross entropy); a product or convolution with a bias, contracted over a cut
+factor, becomes one without and a sum, so that the bias is added once.  Ops that the plan leaves whole stay fused.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from autopar.factors import Factor, FactorAnalysis, may_be_padded, ranked
 from autopar.graph import JointGraph, copy_node
 from autopar.passes.one_hot import sum_of_one_hot
 from autopar.plan import EXPERTS, Plan
-from autopar.rules import Call
+from autopar.rules import Call, OpRule
 from autopar.writer import Writer
 
 aten = torch.ops.aten
@@ -33,6 +34,24 @@ def _addmm(call: Call, write: Writer) -> fx.Node:
         product = write(aten.mul.Scalar, product, call["alpha"])
     bias = call["self"] if call["beta"] == 1 else write(aten.mul.Scalar, call["self"], call["beta"])
     return write(aten.add.Tensor, product, bias)
+
+
+def _convolution(call: Call, write: Writer) -> fx.Node:
+    arguments = [value for name, value in call.args.items() if name not in ("input", "weight", "bias")]
+    product = write(aten.convolution.default, call["input"], call["weight"], None, *arguments)
+    shape = [-1, *[1] * len(call["stride"])]
+    return write(aten.add.Tensor, product, write(aten.view.default, call["bias"], shape))
+
+
+def _convolution_backward(call: Call, write: Writer) -> tuple[fx.Node | None, ...]:
+    wanted = [*call["output_mask"][:2], False]
+    arguments = {**call.args, "bias_sizes": None, "output_mask": wanted}
+    both = write(call.op, *arguments.values())
+    gradients = (
+        write.place(operator.getitem, (both, i), {}, both.meta["val"][i]) if wanted[i] else None for i in range(2)
+    )
+    gradient = call["grad_output"]
+    return (*gradients, write(aten.sum.dim_IntList, gradient, [0, *range(2, gradient.meta["val"].dim())]))
 
 
 def _shifted(call: Call, write: Writer) -> tuple[fx.Node, fx.Node, list[int]]:
@@ -94,7 +113,9 @@ def _as_input(call: Call, gradient: fx.Node, write: Writer) -> fx.Node:
     return write(aten._to_copy.default, gradient, dtype=call["input_dtype"])
 
 
-DECOMPOSITIONS: dict[Any, Callable[[Call, Writer], fx.Node]] = {
+DECOMPOSITIONS: dict[Any, Callable[[Call, Writer], fx.Node | tuple[fx.Node | None, ...]]] = {
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _addmm,
     aten._log_softmax.default: _log_softmax,
@@ -102,6 +123,13 @@ DECOMPOSITIONS: dict[Any, Callable[[Call, Writer], fx.Node]] = {
     aten._log_softmax_backward_data.default: _log_softmax_backward,
     aten._softmax_backward_data.default: _softmax_backward,
 }
+
+
+def freed(node: fx.Node, rule: OpRule) -> frozenset[str]:
+    """The factors that an op needs whole and its parts, once it is taken apart, do not."""
+    if node.target in (aten.convolution.default, aten.convolution_backward.default):
+        return rule.whole & {"c"} if Call(node)["groups"] == 1 else frozenset()
+    return rule.whole if node.target in DECOMPOSITIONS else frozenset()
 
 
 def cut_whole(joint: JointGraph, analysis: FactorAnalysis, plan: Plan) -> tuple[fx.Node, ...]:
@@ -124,15 +152,27 @@ def decompose(joint: JointGraph, nodes: Iterable[fx.Node]) -> JointGraph:
         whole = copies[node]
         with graph.inserting_before(whole):
             parts = DECOMPOSITIONS[whole.target](Call(whole), Writer(whole))
-        whole.replace_all_uses_with(parts)
-        graph.erase_node(whole)
+        _replace(whole, parts)
     return replace(joint, module=LazyGraphModule(joint.module, graph), derived={})
+
+
+def _replace(whole: fx.Node, parts: fx.Node | tuple[fx.Node | None, ...]) -> None:
+    """Let the readers of a node, or of each of its outputs, read what takes its place."""
+    if isinstance(parts, fx.Node):
+        whole.replace_all_uses_with(parts)
+    else:
+        for reader in list(whole.users):
+            part = parts[reader.args[1]]  # type: ignore[index]
+            assert part is not None, f"{reader} reads a gradient that {whole} does not give"
+            reader.replace_all_uses_with(part)
+            whole.graph.erase_node(reader)
+    whole.graph.erase_node(whole)
 
 
 def _is_cut(node: fx.Node, analysis: FactorAnalysis, wanted: Sequence[Mapping[Factor, int]], plan: Plan) -> bool:
     """Whether, along some axis, the factor that the plan wants most in this op is one the op needs whole."""
     rule = analysis.rules.get(node)
-    if rule is None:
+    if rule is None or not (free := freed(node, rule)):
         return False
     for places, refs, size in zip(wanted, plan.factors, plan.mesh.sizes, strict=True):
         padded = may_be_padded(analysis, refs)
@@ -141,7 +181,7 @@ def _is_cut(node: fx.Node, analysis: FactorAnalysis, wanted: Sequence[Mapping[Fa
             for name, _, f in analysis.parts(node)
             if f in places and (f.size % size == 0 or (f in padded and rule.may_be_uneven(name, f.size)))
         )
-        found = [(places[f], name in rule.whole) for f, name in parts]
+        found = [(places[f], name in free) for f, name in parts if name in free or name not in rule.whole]
         if found and min(found, key=lambda pair: pair[0])[1]:
             return True
     return False

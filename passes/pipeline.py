@@ -21,7 +21,7 @@ from autopar.passes.reshard import insert_reshards
 from autopar.passes.schedule import bound_reductions, prefetch_parameters, sink_waits
 from autopar.placement import Sharding, is_sharded
 from autopar.plan import Plan
-from autopar.program import Collective, LocalGraph, LocalProgram, collectives_of
+from autopar.program import LocalGraph, LocalProgram
 
 Trace = Callable[[str, fx.GraphModule], None]
 """Called with each pass's name and the graph after it."""
@@ -53,16 +53,15 @@ def rewrite(joint: JointGraph, plan: Plan, after_pass: Trace | None = None, chec
     return program
 
 
-def collectives_under(joint: JointGraph, plan: Plan) -> list[Collective]:
-    """The collectives of a plan's program, without making the program: scheduling moves them and partitioning parts
-    them, but neither adds one or takes one away.
+def lowered(joint: JointGraph, plan: Plan) -> fx.Graph:
+    """What one rank runs under a plan, without making the program: scheduling moves its ops and collectives and
+    partitioning parts them, but neither adds one or takes one away.
 
     Raises:
         PlanError: as `rewrite` does.
     """
     joint, assignment = _assign(joint, plan)
-    module = _run(_lowering(joint, plan), insert_reshards(joint, assignment, plan), None, check=False)
-    return list(collectives_of(module.graph))
+    return _run(_lowering(joint, plan), insert_reshards(joint, assignment, plan), None, check=False).graph
 
 
 def _lowering(joint: JointGraph, plan: Plan) -> _Passes:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
+from programs import subject
 from tiny_models import Mlp, TinyGpt, token_batch
+from torch import Tensor, nn
 
 import autopar
 from autopar.cluster import Cluster
 from autopar.compiler import Compiler
 from autopar.describe import describe_params
+from autopar.factors import analyse
 from autopar.graph import JointGraph
 from autopar.normalise import normalise
+from autopar.placement import shard
 from autopar.planner import plan_named
-from autopar.strategies import STRATEGIES, canonical_name, strategy_mesh
+from autopar.strategies import STRATEGIES, canonical_name, strategy_mesh, tensor_parallel_factors
 from autopar.trace import trace
 
 
@@ -113,3 +119,40 @@ def test_tensor_parallelism_sees_parameters_through_the_casts_of_autocast() -> N
         cast = plan_named("tp", compiler.trace(inputs, {}, train=True), (4,), 4)
     assert any(plain.factors)
     assert cast.factors == plain.factors
+
+
+class Residual(nn.Module):
+    """Convolutions with biases around skips: of the hidden channels, or of what skips join, one kind can be cut."""
+
+    def __init__(self, width: int = 8, hidden: int = 16, classes: int = 5) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.up = nn.ModuleList(nn.Conv2d(width, hidden, 3, padding=1) for _ in range(2))
+        self.down = nn.ModuleList(nn.Conv2d(hidden, width, 3, padding=1) for _ in range(2))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        x = self.stem(x)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(up(x).relu())
+        return torch.nn.functional.cross_entropy(self.head(x.mean((2, 3))), label)
+
+
+@pytest.mark.parametrize(("strategy", "sizes"), [("tp", (4,)), ("tp", (2,)), ("fsdp+tp", (2, 2))])
+def test_convolutions_with_biases_are_cut_by_what_divides_most(strategy: str, sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    ours = subject(Residual(), torch.randn(8, 3, 6, 6), torch.arange(8) % 5)
+    report = ours.verify(strategy, *sizes)
+    assert report.ok, str(report)
+    assert report.sharded_flops_fraction > 0.8
+    storage = ours.plan(strategy, *sizes).storage
+    assert [storage[f"{name}.1.weight"].sharding[-1] for name in ("up", "down")] == [shard(0), shard(1)]
+
+
+def test_a_set_of_factors_is_chosen_by_bytes_for_what_it_divides() -> None:
+    """Cutting the narrow widths of a chain sends a third less, and divides a tenth of the products."""
+    sizes = (16, 64, 64, 16, 10)
+    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+    ours = subject(nn.Sequential(*layers), torch.randn(8, 16))
+    assert len(tensor_parallel_factors(ours.joint, analyse(ours.joint), 4)) == 2
+    assert ours.verify("tp", 4).sharded_flops_fraction == 1.0
