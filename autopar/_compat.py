@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.function import BackwardCFunction
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
@@ -87,9 +91,11 @@ __all__ = [
     "meta_of",
     "new_fake_mode",
     "registered_decomposition",
+    "save_state_dict",
     "sequence_number",
     "shares_storage",
     "storage_id",
+    "timeout_of_default_group",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -215,6 +221,21 @@ def _direct_checkpoint() -> Iterator[None]:
 def broadcast_coalesced(group: dist.ProcessGroup | None, tensors: list[torch.Tensor], num_bytes: int, src: int) -> None:
     """Overwrite `tensors` with those of rank `src`, many to a message of about `num_bytes`."""
     dist._broadcast_coalesced(group or dist.group.WORLD, tensors, num_bytes, src)  # type: ignore[attr-defined,arg-type]
+
+
+def save_state_dict(
+    values: dict[str, Any], writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup | None, alone: bool
+) -> None:
+    """`torch.distributed.checkpoint.save` without its warning that there is but one process, which could only be
+    silenced for all threads."""
+    _save_state_dict(values, writer, group, no_dist=alone, planner=planner)
+
+
+def timeout_of_default_group() -> timedelta:
+    """What `init_process_group(timeout=…)` was given; other groups have PyTorch's own default unless they are told."""
+    group = dist.group.WORLD
+    timeout: timedelta = group._get_backend(next(iter(group._device_types))).options._timeout  # type: ignore[union-attr]
+    return timeout
 
 
 def core_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:

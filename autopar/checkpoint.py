@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
+from autopar._compat import save_state_dict
 from autopar.checkpoint_reader import SafeReader
+from autopar.checkpoint_saving import Saving
 from autopar.checkpoint_state import (
     STATE_FILE,
     OptimizerState,
@@ -43,6 +45,9 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.slices import Slices
 from autopar.signature import check_module
 
+_under_way: WeakKeyDictionary[nn.Module, Saving] = WeakKeyDictionary()
+"""The save of each model that was begun last: the next one waits for it."""
+
 
 def save_checkpoint(
     path: str | Path,
@@ -50,7 +55,8 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
-) -> None:
+    wait: bool = True,
+) -> Saving:
     """Write a checkpoint that can be loaded under any plan and mesh, and on a single device.
 
     Every rank calls it and writes what it alone holds; the directory must be on a file system that all ranks share.
@@ -61,15 +67,42 @@ def save_checkpoint(
         model: a `ParallelModule`, or on a single device any module.
         optimizer: its state and settings are kept by the names of the parameters.
         extra: what else to keep, of numbers, texts, lists and dicts: the step, `scheduler.state_dict()`.
+        wait: without, what is saved is copied to the host's memory and written in the background, while training goes
+            on and changes it.  Errors come from the `wait()` of what is returned, or from the model's next save.
+
+    Returns:
+        The save: `done()`, and `wait()`, which every program should call before it ends.
 
     Raises:
-        CheckpointError: on every rank, if the directory cannot be written or something cannot be kept.
+        CheckpointError: on every rank, if the directory cannot be written or something cannot be kept; and, before
+            anything is begun, if the model's last save in the background failed.
     """
     path, control = Path(path).absolute(), _control_of(model)
-    aside, before = path.with_name(f".{path.name}.writing"), _before(path)
+    _finish_last(model)
 
     def everything() -> dict[str, Slices]:
-        return model_slices(model) | (slices_of_state(model, optimizer_state(model, optimizer)) if optimizer else {})
+        found = model_slices(model) | (slices_of_state(model, optimizer_state(model, optimizer)) if optimizer else {})
+        return found if wait else {name: slices.copied() for name, slices in found.items()}
+
+    with _told(path, "written"):
+        tensors, text = control.on_every_rank(
+            "looking at what to save", lambda: (everything(), state_text(model, optimizer, extra))
+        )
+    background = control if wait else control.beside
+
+    def write() -> None:
+        with _told(path, "written"):
+            _write(path, tensors, text, background)
+
+    saving = Saving(path, write, wait)
+    if not wait:
+        _under_way[model] = saving
+    return saving
+
+
+def _write(path: Path, tensors: dict[str, Slices], text: str, control: ControlGroup) -> None:
+    """Write a checkpoint aside and rename it; called on every rank."""
+    aside, before = path.with_name(f".{path.name}.writing"), _before(path)
 
     def prepare() -> None:
         if path.exists() and not (path / STATE_FILE).exists():
@@ -77,7 +110,7 @@ def save_checkpoint(
         shutil.rmtree(aside, ignore_errors=True)  # what a killed save has left
         aside.mkdir(parents=True)
 
-    def finish(text: str) -> None:
+    def finish() -> None:
         with open(aside / STATE_FILE, "w") as file:
             file.write(text)
             file.flush()
@@ -88,16 +121,24 @@ def save_checkpoint(
         aside.rename(path)
         shutil.rmtree(before, ignore_errors=True)
 
-    with _told(f"checkpoint {path} cannot be written"):
-        tensors, text = control.on_every_rank(
-            "looking at what to save", lambda: (everything(), state_text(model, optimizer, extra))
-        )
-        control.on_first_rank("preparing a checkpoint", prepare)
-        save(
-            tensors, storage_writer=FileSystemWriter(aside), planner=_SavePlanner(flatten_state_dict=False),
-            process_group=control.group, no_dist=control.num_ranks == 1,
+    control.on_first_rank("preparing a checkpoint", prepare)
+    try:
+        save_state_dict(
+            tensors, FileSystemWriter(aside), _SavePlanner(flatten_state_dict=False), control.group,
+            alone=control.num_ranks == 1,
         )  # fmt: skip
-        control.on_first_rank("finishing a checkpoint", lambda: finish(text))
+        control.on_first_rank("finishing a checkpoint", finish)
+    except BaseException:
+        if control.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk has no room for half a checkpoint
+        raise
+
+
+def _finish_last(model: nn.Module) -> None:
+    """Wait for the model's save in the background, if there is one; its failure is told on every rank."""
+    last = _under_way.pop(model, None)
+    if last is not None:
+        last.finish()
 
 
 def load_checkpoint(
@@ -117,6 +158,7 @@ def load_checkpoint(
         CheckpointError: on every rank, if there is none, it is damaged, or it is of another model or optimizer.
     """
     path, control = Path(path).absolute(), _control_of(model)
+    _finish_last(model)
 
     def look() -> tuple[SafeReader, dict[str, Any], dict[str, Slices], OptimizerState]:
         reader, state = SafeReader(_whole(path)), read_state(_whole(path))
@@ -126,7 +168,8 @@ def load_checkpoint(
         made = room_for_state(model, optimizer, saved, state) if optimizer else {}
         return reader, state, wanted | slices_of_state(model, made), made
 
-    with _told(f"checkpoint {path} cannot be read"):
+    with _told(path, "read"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         reader, state, wanted, made = control.on_every_rank("looking at a checkpoint", look)
         with torch.no_grad():
             load(
@@ -163,12 +206,11 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _told(path: Path, done: str) -> Iterator[None]:
     """Gives what the file system and PyTorch raise as a `CheckpointError`."""
+    what = f"checkpoint {path} cannot be {done}"
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            yield
+        yield
     except CheckpointException as error:  # which is no `Exception`
         reasons = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
         raise CheckpointError(f"{what}: {reasons}") from error

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from autopar import errors
+from autopar._compat import timeout_of_default_group
 from autopar.errors import AutoparError, InfeasibleBudgetError
 
 T = TypeVar("T")
@@ -42,6 +44,11 @@ class _Failure:
         return AutoparError(f"rank {rank} failed while {doing}: {self.type_name}: {self.text}")
 
 
+def _new_gloo_group() -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout_of_default_group())
+    return group
+
+
 class ControlGroup:
     """All ranks of the job, for decisions.  Every method is a collective: every rank must call it.
 
@@ -58,7 +65,18 @@ class ControlGroup:
         self.rank = 0 if self.num_ranks == 1 else dist.get_rank()
         self._group: dist.ProcessGroup | None = None
         if self.num_ranks > 1 and backend != "gloo":
-            self._group = dist.new_group(backend="gloo")
+            self._group = _new_gloo_group()
+
+    @cached_property
+    def beside(self) -> ControlGroup:
+        """The same ranks over connections of their own, for talk that goes on in a thread while these talk.
+
+        Asked for the first time on every rank at once.
+        """
+        other = ControlGroup(alone=True)
+        other.num_ranks, other.rank = self.num_ranks, self.rank
+        other._group = _new_gloo_group() if self.num_ranks > 1 else None
+        return other
 
     @property
     def group(self) -> dist.ProcessGroup | None:

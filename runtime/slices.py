@@ -6,6 +6,7 @@ of a fused QKV) is several slices, so what a rank holds is listed here.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,6 +42,12 @@ class Slices:
         """Offset of each slice in the whole -> for each dim its start in the whole, its start in the part, its size."""
         for slices in itertools.product(*runs):
             self._parts[torch.Size(start for start, _, _ in slices)] = slices
+
+    def copied(self) -> Slices:
+        """The same slices of a copy in the host's memory."""
+        other = copy.copy(self)
+        other.local = self.local.to("cpu", copy=True)
+        return other
 
     def size(self) -> torch.Size:
         """Shape of the whole tensor."""
