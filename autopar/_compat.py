@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.function import BackwardCFunction
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import StorageWriter
@@ -68,6 +69,7 @@ __all__ = [
     "OpOverloadPacket",
     "PlainAOTInput",
     "PlainAOTOutput",
+    "StorageInfo",
     "StridedShard",
     "TangentAOTInput",
     "TorchDispatchMode",
@@ -84,10 +86,12 @@ __all__ = [
     "dtensor_like",
     "fake_process_group",
     "fsdp_memory_peaks",
+    "give_default_timeout",
     "grouped_mm",
     "is_custom_function",
     "is_plain_fake",
     "is_value_read",
+    "job_store",
     "meta_of",
     "new_fake_mode",
     "registered_decomposition",
@@ -231,11 +235,25 @@ def save_state_dict(
     _save_state_dict(values, writer, group, no_dist=alone, planner=planner)
 
 
+def job_store() -> Any:
+    """The key-value store of the default process group, over a connection of its own: one that waits for a key holds up
+    whoever shares its connection."""
+    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
 def timeout_of_default_group() -> timedelta:
     """What `init_process_group(timeout=…)` was given; other groups have PyTorch's own default unless they are told."""
     group = dist.group.WORLD
     timeout: timedelta = group._get_backend(next(iter(group._device_types))).options._timeout  # type: ignore[union-attr]
     return timeout
+
+
+def give_default_timeout(group: dist.ProcessGroup) -> None:
+    """Make a group's collectives wait as long as those of the default one: groups of meshes wait half an hour."""
+    backends = [group._get_backend(device_type) for device_type in group._device_types]
+    for backend in backends:
+        if backend.name() in ("gloo", "nccl"):
+            backend._set_default_timeout(timeout_of_default_group())
 
 
 def core_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:

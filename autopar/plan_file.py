@@ -27,7 +27,15 @@ from autopar.plan import Plan
 from autopar.plan_reader import INFINITE, MAX_FILE_BYTES, SCHEMA_VERSION, plan_from_json
 from autopar.regions import prefixes
 
-__all__ = ["check_plan_matches", "load_plan", "plan_from_json", "plan_to_json", "replace_file", "save_plan"]
+__all__ = [
+    "autopar_version",
+    "check_plan_matches",
+    "load_plan",
+    "plan_from_json",
+    "plan_to_json",
+    "replace_file",
+    "save_plan",
+]
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -43,7 +51,7 @@ def plan_to_json(plan: Plan) -> str:
         raise PlanError(f"the plan lists factors for {len(plan.factors)} axes, but its mesh {plan.mesh} has {axes}")
     content = {
         "schema_version": SCHEMA_VERSION,
-        "autopar": _autopar_version(),
+        "autopar": autopar_version(),
         "torch": str(torch.__version__),
         "graph_fingerprint": plan.graph_fingerprint,
         "strategy": plan.strategy,
@@ -81,7 +89,8 @@ def _plain(value: Any) -> Any:
     return INFINITE if value == math.inf else value
 
 
-def _autopar_version() -> str:
+def autopar_version() -> str:
+    """The version that is installed."""
     try:
         return importlib.metadata.version("autopar")
     except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import linecache
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import fx
 
 from autopar.errors import CollectiveError
 from autopar.program import COLLECTIVE_KINDS, collective_axis
-
-Places = Mapping[str, str]
-"""Name of a node -> its collective in words."""
+from autopar.runtime.standing import Places, node_at
+from autopar.runtime.watch import Watch
 
 
 def places(graph: fx.Graph) -> dict[str, str]:
@@ -32,15 +30,19 @@ def places(graph: fx.Graph) -> dict[str, str]:
     return found
 
 
-def blame(error: RuntimeError, known: Places, rank: int) -> RuntimeError:
+def blame(error: RuntimeError, known: Places, rank: int, watch: Watch | None = None) -> RuntimeError:
     """The error to raise in the place of one that a graph's code raised: itself, unless a collective raised it."""
     where = next((known[name] for name in _nodes_running(error) if name in known), None)
-    if where is None:
-        return error
-    reason = str(error).strip().partition("\n")[0]
+    return error if where is None else waited_in_vain(error, where, rank, watch)
+
+
+def waited_in_vain(error: RuntimeError, where: str, rank: int, watch: Watch | None) -> CollectiveError:
+    """The error to raise in the place of one that PyTorch raised where a rank waited for others."""
+    reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+    culprit = watch.verdict(error) if watch else "another rank failed, hangs or cannot be reached"
     return CollectiveError(
-        f"rank {rank} waited in vain in {where} ({reason}): another rank failed, hangs or cannot be reached; the first "
-        "error in the other ranks' output says which. End all ranks, and resume from the last checkpoint"
+        f"rank {rank} waited in vain in {where} ({reason}): {culprit}. The first error in the ranks' output says why. "
+        "End all ranks, and resume from the last checkpoint"
     )
 
 
@@ -48,8 +50,5 @@ def _nodes_running(error: BaseException) -> Iterator[str]:
     """Names of the nodes whose lines of generated code an error came through."""
     trace = error.__traceback__
     while trace is not None:
-        code = trace.tb_frame.f_code
-        if code.co_filename.startswith("<eval_with_key>"):
-            line = linecache.getline(code.co_filename, trace.tb_lineno)
-            yield line.partition("=")[0].partition(":")[0].strip()
+        yield node_at(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from autopar.errors import BatchError, StaleModelError
+from autopar.plan_file import autopar_version
 from autopar.runtime.control import ControlGroup
 
 
@@ -55,6 +58,18 @@ def agree_on_call(control: ControlGroup, look: Callable[[], Call]) -> Call:
     if error is not None:
         raise error
     return call
+
+
+def agree_on_versions(control: ControlGroup) -> None:
+    """Make sure before any collective that every rank runs the same programs, as far as their versions tell.
+
+    Raises:
+        StaleModelError: on every rank, with each rank's versions.
+    """
+    python = ".".join(map(str, sys.version_info[:2]))
+    versions = control.gather(f"autopar {autopar_version()}, torch {torch.__version__}, Python {python}")
+    if len(set(versions)) > 1:
+        raise StaleModelError(f"the ranks run different versions ({each_rank(versions)}): install the same everywhere")
 
 
 def _explain_difference(control: ControlGroup, shapes: str, mode: str) -> None:

@@ -5,7 +5,8 @@ Apart from the data's own collectives.  It runs on CPU tensors over gloo, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from autopar import errors
 from autopar._compat import timeout_of_default_group
 from autopar.errors import AutoparError, InfeasibleBudgetError
+from autopar.runtime.blame import waited_in_vain
+from autopar.runtime.watch import watch_job
 
 T = TypeVar("T")
 
@@ -55,6 +58,7 @@ class ControlGroup:
     Attributes:
         num_ranks: how many take part; 1 when there is nobody to talk to (no process group, or a fake one).
         rank: this rank.
+        watch: over the other ranks; None without any.
     """
 
     def __init__(self, alone: bool = False) -> None:
@@ -64,6 +68,7 @@ class ControlGroup:
         self.num_ranks = 1 if backend == "fake" else dist.get_world_size()
         self.rank = 0 if self.num_ranks == 1 else dist.get_rank()
         self._group: dist.ProcessGroup | None = None
+        self.watch = watch_job() if self.num_ranks > 1 else None
         if self.num_ranks > 1 and backend != "gloo":
             self._group = _new_gloo_group()
 
@@ -91,7 +96,8 @@ class ControlGroup:
         if self.num_ranks == 1:
             return True
         found = list(torch.empty(self.num_ranks, 1, dtype=torch.int64))
-        dist.all_gather(found, torch.tensor([digest]), group=self._group)
+        with self._talking():
+            dist.all_gather(found, torch.tensor([digest]), group=self._group)
         return all(int(other) == digest for other in found)
 
     def gather(self, value: T) -> list[T]:
@@ -99,7 +105,8 @@ class ControlGroup:
         if self.num_ranks == 1:
             return [value]
         values: list[T | None] = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self._group)
+        with self._talking():
+            dist.all_gather_object(values, value, group=self._group)
         return values  # type: ignore[return-value]
 
     def on_every_rank(self, doing: str, action: Callable[[], T]) -> T:
@@ -129,5 +136,16 @@ class ControlGroup:
         if self.num_ranks == 1:
             return result  # type: ignore[return-value]
         shared = [result]
-        dist.broadcast_object_list(shared, src=0, group=self._group)
+        with self._talking():
+            dist.broadcast_object_list(shared, src=0, group=self._group)
         return shared[0]  # type: ignore[return-value]
+
+    @contextmanager
+    def _talking(self) -> Iterator[None]:
+        """Says who is missing when the others do not answer."""
+        if self.watch:
+            self.watch.takes_part()
+        try:
+            yield
+        except RuntimeError as error:
+            raise waited_in_vain(error, "the ranks' agreement on what to do next", self.rank, self.watch) from error

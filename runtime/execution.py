@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,7 @@ from autopar.runtime.accumulation import Accumulation
 from autopar.runtime.blame import blame, places
 from autopar.runtime.live_mesh import Layout
 from autopar.runtime.roles import ForwardRoles, GradientRoles
+from autopar.runtime.watch import Watch
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """A graph as a function of one list, which it empties, so that each value can be freed after its last use."""
@@ -41,7 +43,9 @@ class CompiledStep:
     defer: Callable[[LocalGraph], DeferredBackward] | None = None
 
 
-def bind_graph(module: fx.GraphModule, device_mesh: DeviceMesh, axes: Sequence[str]) -> Boxed:
+def bind_graph(
+    module: fx.GraphModule, device_mesh: DeviceMesh, axes: Sequence[str], watch: Watch | None = None
+) -> Boxed:
     """Compile a graph to Python, with each collective's axis name replaced by the name of its process group.
 
     The function raises a `CollectiveError` where a collective fails.
@@ -60,12 +64,16 @@ def bind_graph(module: fx.GraphModule, device_mesh: DeviceMesh, axes: Sequence[s
         try:
             return compiled(values)
         except RuntimeError as error:
-            told = blame(error, known, device_mesh.get_rank())
+            told = blame(error, known, device_mesh.get_rank(), watch)
             if told is error:
                 raise
             raise told from error
 
-    return run
+    def watched(values: list[Any]) -> Sequence[Any]:
+        with watch.running(known) if watch else nullcontext():
+            return run(values)
+
+    return watched
 
 
 class BoundStep:
@@ -79,18 +87,19 @@ class BoundStep:
         buffers: Mapping[str, Tensor],
         trained_inputs: Sequence[str],
         accumulation: Accumulation,
+        watch: Watch | None = None,
     ) -> None:
-        self.compiled, self._layout, self.accumulation = compiled, layout, accumulation
+        self.compiled, self._layout, self.accumulation, self._watch = compiled, layout, accumulation, watch
         program = compiled.program
         axes, self._device_type = program.mesh.names, layout.device.type
         self._position = dict(zip(axes, program.mesh.coordinate(layout.rank), strict=True))
         self._parameters, self._buffers = parameters, buffers
-        self._forward = bind_graph(program.forward.module, layout.device_mesh, axes)
+        self._forward = bind_graph(program.forward.module, layout.device_mesh, axes, watch)
         self._forward_inputs, self._roles = program.forward.inputs, ForwardRoles.of(program.forward)
         self.trained: list[tuple[InputKind, str]] = []
         self._backward: Boxed | None = None
         if program.backward is not None:
-            self._backward = bind_graph(program.backward.module, layout.device_mesh, axes)
+            self._backward = bind_graph(program.backward.module, layout.device_mesh, axes, watch)
             self._backward_inputs, self._num_gradients = program.backward.inputs, len(program.backward.outputs)
             self._gradients = GradientRoles.of(program.backward, program.forward, parameters, program.mesh.num_ranks)
             self._gradients.require(trained_inputs)
@@ -188,9 +197,9 @@ class BoundStep:
     @cached_property
     def _parts(self) -> tuple[Boxed, Boxed]:
         """The backward graph up to the gradients' reductions, and these."""
-        mesh, axes = self._layout.device_mesh, self.compiled.program.mesh.names
-        deferred = self._deferred
-        return bind_graph(deferred.compute.module, mesh, axes), bind_graph(deferred.reduce.module, mesh, axes)
+        mesh, axes, watch = self._layout.device_mesh, self.compiled.program.mesh.names, self._watch
+        compute, reduce = self._deferred.compute.module, self._deferred.reduce.module
+        return bind_graph(compute, mesh, axes, watch), bind_graph(reduce, mesh, axes, watch)
 
     def _by_name(self, results: list[Any]) -> dict[tuple[InputKind, str], Tensor | None]:
         """What a backward graph returned, by what it is the gradient of."""

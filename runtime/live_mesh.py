@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar._compat import give_default_timeout
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 
@@ -30,6 +31,7 @@ class Layout:
 
 def layout_on(user: DeviceMesh, mesh: Mesh | None) -> Layout:
     """The live mesh with the axes of `mesh` over all of the user's ranks; one axis of them if `mesh` is not known yet.
+    Its groups wait as long as the job's does.
 
     Raises:
         MeshError: if they differ in size.
@@ -42,6 +44,8 @@ def layout_on(user: DeviceMesh, mesh: Mesh | None) -> Layout:
         device_mesh = user
     else:
         device_mesh = DeviceMesh(user.device_type, order.reshape(mesh.sizes), mesh_dim_names=mesh.names)
+    for axis in range(device_mesh.ndim):
+        give_default_timeout(device_mesh.get_group(axis))
     device = torch.device(user.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device.type).current_device())

@@ -20,7 +20,7 @@ from autopar.placement import Sharding
 from autopar.plan import Plan
 from autopar.runtime.accumulation import Accumulation
 from autopar.runtime.buffers import Buffers
-from autopar.runtime.calls import Call, agree_on_call, each_rank
+from autopar.runtime.calls import Call, agree_on_call, agree_on_versions, each_rank
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import BoundStep, CompiledStep
 from autopar.runtime.gathering import apply_whole, gathered_calls
@@ -101,6 +101,7 @@ class ParallelModule(nn.Module):
         self._rehearse, self._check_step = rehearse, check_step
         self._report: Any = None
         self._user_mesh, self._control = device_mesh, control or ControlGroup()
+        agree_on_versions(self._control)
         check_covers(device_mesh)
         self._plan = plan
         self._layout = layout_on(device_mesh, plan.mesh if plan else None)
@@ -310,7 +311,9 @@ class ParallelModule(nn.Module):
             self._adopt(plan)
         trained_inputs = [path for path, tensor in call.tensors.items() if call.trains and tensor.requires_grad]
         buffers = Buffers(self._model)
-        step = BoundStep(compiled, self._layout, self._sharded.by_name, buffers, trained_inputs, self._accumulation)
+        step = BoundStep(
+            compiled, self._layout, self._sharded.by_name, buffers, trained_inputs, self._accumulation, control.watch
+        )
         self._programs.add(call.key, step, call.tensors)
 
     def _adopt(self, plan: Plan) -> None:

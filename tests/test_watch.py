@@ -1,0 +1,128 @@
+"""The watch over the other ranks: what each tells of itself, and whom it names; with real faults on four ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from autopar.runtime import watch
+from autopar.runtime.standing import Board, Standing, State, lost, place_on, verdict
+from benchmarks.faults import FAULTS, try_fault
+
+WAITING = Standing(place="all_reduce", waits=True, for_s=60)
+LOADING = Standing(place="data.py:3 (load)", for_s=60)
+FAILED = Standing(state=State.FAILED, error="IndexError: 7")
+
+
+def test_a_place_is_a_line_of_the_user_or_a_collective() -> None:
+    here = f"{__file__}:{sys._getframe().f_lineno + 1} (test_a_place_is_a_line_of_the_user_or_a_collective)"
+    assert place_on(sys._getframe(), {}) == (here, False)
+    places = []
+
+    def spy(x: torch.Tensor) -> torch.Tensor:
+        places.append(place_on(sys._getframe(1), {"spy": "all_gather"}))
+        places.append(place_on(sys._getframe(1), {}))
+        return x
+
+    graph = fx.Graph()
+    graph.output(graph.call_function(spy, (graph.placeholder("x"),)))
+    fx.GraphModule(torch.nn.Module(), graph)(torch.ones(1))
+    (collective, user) = places
+    assert collective == ("all_gather", True)
+    assert user[0].startswith(f"{__file__}:")
+    assert not user[1]
+
+
+def test_a_board_keeps_what_each_rank_wrote() -> None:
+    store = dist.HashStore()
+    boards = [Board(store, rank, 3) for rank in range(3)]
+    boards[0].write(WAITING)
+    boards[2].write(FAILED)
+    assert boards[1].read() == {0: WAITING, 2: FAILED}
+    boards[0].write(LOADING)
+    assert boards[2].read() == {0: LOADING}
+
+
+@pytest.mark.parametrize(
+    ("found", "silent", "words"),
+    [
+        ({0: WAITING, 1: FAILED}, [0], "rank 1 failed (IndexError: 7); rank 0 has given no sign of life for 3 s: "),
+        (
+            {0: WAITING, 1: LOADING},
+            [0],
+            "rank 0 has given no sign of life for 3 s: its process or host is gone, or cut",
+        ),
+        ({0: WAITING, 1: Standing(state=State.ENDED)}, [1], "rank 1 has left the job"),
+        ({0: WAITING, 1: LOADING}, [], "rank 1 is at data.py:3 (load), for 60 s"),
+        ({0: WAITING, 1: Standing(state=State.IN_VAIN)}, [], "rank 0 waits in all_reduce, for 60 s"),
+        ({1: WAITING}, [], "rank 1 waits in all_reduce, for 60 s; rank 0 never told what it does"),
+        (dict.fromkeys(range(9), LOADING), [], "rank 4 is at data.py:3 (load), for 60 s; and 4 ranks more"),
+    ],
+)
+def test_the_verdict_names_who_is_missing(found: dict[int, Standing], silent: list[int], words: str) -> None:
+    assert words in verdict(found, range(2), silent, 3)
+
+
+def test_only_what_can_never_come_ends_a_wait() -> None:
+    assert lost({0: WAITING, 1: LOADING, 2: Standing(state=State.ENDED)}, [], 30) == ""
+    assert lost({0: WAITING, 1: Standing(state=State.IN_VAIN)}, [], 30) == "rank 1 waited in vain"
+    assert lost({0: WAITING, 1: FAILED}, [], 30) == "rank 1 failed (IndexError: 7)"
+
+
+def test_a_store_that_is_gone_is_told() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    board = Board(dist.TCPStore("127.0.0.1", server.port, is_master=False), 0, 2)
+    watching = watch.Watch(0, board)
+    try:
+        del server
+        assert "the job's store cannot be reached" in watching.verdict(RuntimeError("…"))
+    finally:
+        watching.close()
+
+
+def ended(fault: str, directory: Path, timeout_s: float) -> dict[int, dict[str, Any]]:
+    row = try_fault(fault, directory, timeout_s)
+    assert row["left_over"] == 0
+    assert row["checkpoint"] is not False
+    others: dict[int, dict[str, Any]] = row["others"]
+    return others
+
+
+def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
+    for end in ended("killed in backward", tmp_path, 60).values():
+        assert end["error"] == "CollectiveError"
+        assert "along mesh axis 'dp', of module " in end["message"]
+        assert "): rank 2 has given no sign of life for 3 s: its process or host is gone" in end["message"]
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> None:
+    for end in ended("hangs in backward", tmp_path, 5).values():
+        assert end["error"] == "CollectiveError"
+        assert "Timed out waiting 5000ms" in end["message"]
+        assert f"): rank 2 is at {FAULTS['hangs in backward'][1].__code__.co_filename}:" in end["message"]
+
+
+def test_ranks_of_other_versions_are_refused(tmp_path: Path) -> None:
+    for end in ended("other versions", tmp_path, 60).values():
+        assert end["error"] == "StaleModelError"
+        assert "torch 2.0.0, Python" in end["message"]
+
+
+@pytest.mark.slow
+def test_a_wait_for_one_that_failed_and_lingers_ends(tmp_path: Path) -> None:
+    for end in ended("lingers", tmp_path, 600).values():
+        assert end["after_s"] < 60
+        assert "rank 2 failed (IndexError: index out of range in self)" in end["message"]
+
+
+@pytest.mark.slow
+def test_a_wait_for_a_frozen_host_ends(tmp_path: Path) -> None:
+    for end in ended("frozen", tmp_path, 600).values():
+        assert end["after_s"] < 120
+        assert "rank 2 has given no sign of life for 30 s" in end["message"]
