@@ -10,8 +10,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as names
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from autopar._compat import StorageInfo
 from autopar.errors import CheckpointError
 
 _ALLOWED = {
@@ -63,13 +70,49 @@ class SafeReader(FileSystemReader):
             raise
         except Exception as error:  # a damaged pickle raises almost anything
             raise CheckpointError(f"{path} is missing or damaged: {type(error).__name__}: {error}") from error
-        tensors, files = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
-        if not isinstance(found, Metadata) or not isinstance(tensors, dict) or not isinstance(files, dict):
+        if not _is_description(found):
             raise CheckpointError(f"{path} does not describe a checkpoint")
-        for info in files.values():
-            relative = Path(str(getattr(info, "relative_path", "/")))
+        for info in found.storage_data.values():
+            relative = Path(info.relative_path)
             if relative.is_absolute() or ".." in relative.parts:
                 raise CheckpointError(f"{path} names a file outside the checkpoint: {relative}")
-        found.storage_meta = found.storage_meta or names.StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        description: Metadata = found
+        description.storage_meta = names.StorageMeta(load_id=self.load_id)
+        return description
+
+
+def _is_description(found: Any) -> bool:
+    """Whether what was unpickled has the parts of a description, each of its kind: damage may have left out any."""
+    tensors, files = _parts(found, Metadata, "state_dict_metadata", "storage_data")
+    return (
+        isinstance(tensors, dict)
+        and isinstance(files, dict)
+        and all(isinstance(name, str) and _is_tensor(tensor) for name, tensor in tensors.items())
+        and all(isinstance(index, MetadataIndex) and _is_stretch(info) for index, info in files.items())
+    )
+
+
+def _is_tensor(tensor: Any) -> bool:
+    properties, size, chunks = _parts(tensor, TensorStorageMetadata, "properties", "size", "chunks")
+    (dtype,) = _parts(properties, TensorProperties, "dtype")
+    return (
+        isinstance(dtype, torch.dtype) and _is_size(size) and isinstance(chunks, list)
+        and all(all(map(_is_size, _parts(chunk, ChunkStorageMetadata, "offsets", "sizes"))) for chunk in chunks)
+    )  # fmt: skip
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, torch.Size) and all(type(n) is int and 0 <= n < 2**60 for n in size)
+
+
+def _is_stretch(info: object) -> bool:
+    relative, offset, length, filters = _parts(
+        info, StorageInfo, "relative_path", "offset", "length", "transform_descriptors"
+    )
+    numbers = all(type(number) is int and 0 <= number < 2**60 for number in (offset, length))
+    return isinstance(relative, str) and "\0" not in relative and numbers and filters is None
+
+
+def _parts(value: object, kind: type, *attributes: str) -> list[Any]:
+    """Attributes of a value, None for each that it lacks or if it is of another kind."""
+    return [getattr(value, name, None) if isinstance(value, kind) else None for name in attributes]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import CheckpointError
@@ -143,9 +142,7 @@ def check_same(wanted: Mapping[str, Slices], saved: Mapping[str, Any]) -> None:
         *(f"{name} is not in the model" for name in of_model if name not in wanted),
     ]
     for name in wanted.keys() & of_model.keys():
-        if not isinstance(saved[name], TensorStorageMetadata):
-            differences.append(f"{name} is no tensor")
-        elif saved[name].size != wanted[name].shape:
+        if saved[name].size != wanted[name].shape:
             shapes = f"{list(saved[name].size)}, and in the model {list(wanted[name].shape)}"
             differences.append(f"{name} has shape {shapes}")
     if differences:
@@ -170,6 +167,10 @@ def room_for_state(
             f"its optimizer has groups of {list(map(len, theirs))} parameters, and the one given has "
             f"{list(map(len, ours))}, or of others: make the same groups"
         )
+    for ours_group, group in zip(optimizer.param_groups, state["groups"], strict=True):
+        for key, value in group["settings"].items():
+            if key in ours_group and not _is_alike(ours_group[key], value):
+                raise CheckpointError(f"its optimizer has {key} = {value!r:.60}, and the one given {ours_group[key]!r}")
     parameters = dict(model.named_parameters())
     made: OptimizerState = {}
     for full_name, described in saved.items():
@@ -178,6 +179,17 @@ def room_for_state(
             continue
         made.setdefault(name, {})[key] = _empty(parameters[name], key, described)
     return made
+
+
+def _is_alike(ours: object, theirs: object) -> bool:
+    """Whether a setting may take the place of another; flags such as `foreach` may be None."""
+    if ours is None or theirs is None:
+        return isinstance(theirs if ours is None else ours, (bool, type(None)))
+    if isinstance(ours, tuple):
+        return isinstance(theirs, list) and len(ours) == len(theirs) and all(map(_is_alike, ours, theirs))
+    if isinstance(ours, (int, float, Tensor)) and not isinstance(ours, bool):
+        return isinstance(theirs, (int, float)) and not isinstance(theirs, bool)
+    return isinstance(theirs, type(ours))
 
 
 def _empty(parameter: Tensor, key: str, described: Any) -> Tensor:
@@ -199,7 +211,7 @@ def put_state(
             key: tuple(value) if isinstance(ours.get(key), tuple) else value
             for key, value in theirs["settings"].items()
         }
-        groups.append({**settings, "params": [numbers[id(p)] for p in ours["params"]]})
+        groups.append({**ours, **settings, "params": [numbers[id(p)] for p in ours["params"]]})
     optimizer.load_state_dict(
         {"state": {numbers[id(parameters[name])]: values for name, values in made.items()}, "param_groups": groups}
     )
