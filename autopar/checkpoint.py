@@ -214,9 +214,9 @@ def _told(path: Path, done: str) -> Iterator[None]:
     except CheckpointException as error:  # which is no `Exception`
         reasons = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
         raise CheckpointError(f"{what}: {reasons}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{what}: {error}") from error
-    except AutoparError:
+    except AutoparError as error:
+        if type(error) in (AutoparError, CheckpointError):  # the first is what another rank met
+            raise CheckpointError(f"{what}: {error}") from error
         raise
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error

@@ -48,7 +48,11 @@ def _load(directory: Path, model: nn.Module, parameters: Mapping[str, Slices]) -
     aliases = _first_names(model)
     filled: set[str] = set()
     unknown: list[str] = []
-    for path in _files(directory):
+    try:
+        paths = _files(directory)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error}") from error
+    for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (it is no dict)
@@ -122,28 +126,39 @@ def save_files(directory: Path, model: nn.Module, control: ControlGroup, max_byt
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors files do not hold here")
     shards = list(_shards(tensors, max_bytes))
-    failure: Exception | None = None
+    failure: OSError | None = None
     names = [SINGLE] if len(shards) == 1 else [_shard_name(i + 1, len(shards)) for i in range(len(shards))]
     for file_name, shard in zip(names, shards, strict=True):
         failure = _write(directory / file_name, shard, control.rank == 0 and failure is None) or failure
 
     def finish() -> None:
-        if failure is not None:
-            raise CheckpointError(f"weights cannot be written to {directory}: {failure}") from failure
-        index = directory / INDEX
-        if len(shards) > 1:
-            placed = {name: file_name for file_name, shard in zip(names, shards, strict=True) for name in shard}
-            size = sum(_num_bytes(tensor) for tensor in tensors.values())
-            aside = index.with_suffix(".writing")
-            aside.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2))
-            aside.replace(index)
-        else:
-            index.unlink(missing_ok=True)
-        config: Any = getattr(model, "config", None)
-        if hasattr(config, "save_pretrained"):
-            config.save_pretrained(directory)
+        try:
+            if failure is not None:
+                raise failure
+            _finish(directory, model, dict(zip(names, shards, strict=True)))
+        except OSError as error:
+            raise CheckpointError(f"weights cannot be written to {directory}: {error}") from error
 
     control.on_first_rank(f"writing weights to {directory}", finish)
+
+
+def _finish(directory: Path, model: nn.Module, shards: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write what stands beside the files of weights: which tensor is in which, and the model's config."""
+    index = directory / INDEX
+    if len(shards) > 1:
+        placed = {name: file_name for file_name, shard in shards.items() for name in shard}
+        size = sum(_num_bytes(tensor) for shard in shards.values() for tensor in shard.values())
+        aside = index.with_suffix(".writing")
+        try:
+            aside.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2))
+            aside.replace(index)
+        finally:
+            aside.unlink(missing_ok=True)
+    else:
+        index.unlink(missing_ok=True)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config.save_pretrained(directory)
 
 
 def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
