@@ -209,7 +209,8 @@ def rank_main(fault: str, directory: Path, timeout_s: float, rank: int, port: in
         run_rank(fault, directory)
     except BaseException as error:
         write(directory / f"end-{rank}", {"error": type(error).__name__, "message": str(error)})
-        sys.last_value = error
+        if not isinstance(error, SystemExit):
+            sys.last_value = error
         raise
     finally:
         atexit._run_exitfuncs()  # which `multiprocessing` leaves out

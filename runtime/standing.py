@@ -123,34 +123,33 @@ def _key(rank: int) -> str:
     return f"autopar/standing/{rank}"
 
 
-def culprits(found: Mapping[int, Standing], silent: Iterable[int], silent_s: float) -> list[str]:
-    """The ranks that failed by themselves, or are gone, in words."""
-    gone = [rank for rank in silent if found[rank].state is State.ALIVE]
-    words = f"has given no sign of life for {silent_s:.0f} s: its process or host is gone, or cut off"
-    return [*_told(found, State.FAILED), *(f"rank {rank} {words}" for rank in gone)]
-
-
 def lost(found: Mapping[int, Standing], silent: Iterable[int], silent_s: float) -> str:
     """Which ranks will never come, in words; empty if none is known to be lost."""
-    return _listed(culprits(found, silent, silent_s) or _told(found, State.IN_VAIN))
+    failed = {rank: other for rank, other in found.items() if other.failed}
+    in_vain = {rank: other for rank, other in found.items() if other.state is State.IN_VAIN}
+    gone = _gone(found, silent, silent_s)
+    return _listed([*_told(failed), *gone] or _told(in_vain))
 
 
 def verdict(found: Mapping[int, Standing], others: Iterable[int], silent: Iterable[int], silent_s: float) -> str:
-    """Whom a rank waits for in vain, in words: those that failed or are gone; else those that have left; else those
-    that are elsewhere."""
+    """Whom a rank waits for in vain, in words: those that failed; else those that are gone; else those that are
+    elsewhere."""
+    failed = {rank: other for rank, other in found.items() if other.failed}
+    ended = {rank: other for rank, other in found.items() if other.state is State.ENDED}
     alive = {rank: other for rank, other in found.items() if other.state is State.ALIVE}
     elsewhere = {rank: other for rank, other in alive.items() if not other.waits}
-    return _listed(
-        [
-            *(culprits(found, silent, silent_s) or _told(found, State.ENDED) or _told(elsewhere or alive or found)),
-            *(f"rank {rank} never told what it does" for rank in others if rank not in found),
-        ]
-    )
+    gone = [*_gone(found, silent, silent_s), *_told(ended)]
+    unheard = [f"rank {rank} never told what it does" for rank in others if rank not in found]
+    return _listed([*(_told(failed) or gone or _told(elsewhere or alive or found)), *unheard])
 
 
-def _told(found: Mapping[int, Standing], state: State | None = None) -> list[str]:
-    """Each rank that is in a state, in words; without one, each rank."""
-    return [f"rank {rank} {other.words}" for rank, other in found.items() if state is None or other.state is state]
+def _gone(found: Mapping[int, Standing], silent: Iterable[int], silent_s: float) -> list[str]:
+    words = f"has given no sign of life for {silent_s:.0f} s: its process or host is gone, or cut off"
+    return [f"rank {rank} {words}" for rank in silent if found[rank].state is State.ALIVE]
+
+
+def _told(found: Mapping[int, Standing]) -> list[str]:
+    return [f"rank {rank} {other.words}" for rank, other in found.items()]
 
 
 def _listed(told: list[str]) -> str:

@@ -76,10 +76,13 @@ class Watch:
                 found = self._board.read()
                 silent = [rank for rank in first if found[rank].beat == first[rank].beat]
                 if any(other.failed for other in found.values()) or not silent or time.monotonic() > deadline:
-                    return verdict(found, self._board.others, silent, 3 * BEAT_S)
+                    break
                 time.sleep(BEAT_S / 5)
         except RuntimeError:
             return _UNREACHABLE
+        if self._rank == 0:
+            time.sleep(BEAT_S)  # the store may be in this process, and the others read it, too
+        return verdict(found, self._board.others, silent, 3 * BEAT_S)
 
     def close(self) -> None:
         """Tell that this rank has left, and why, and end the thread."""
@@ -136,6 +139,8 @@ class Watch:
             "collective cannot be broken off. End all ranks, and resume from the last checkpoint\n"
         )
         sys.stderr.flush()
+        if self._rank == 0:
+            time.sleep(2 * LOOK_S)  # the store may be in this process, and the others read it, too
         os._exit(1)
 
 

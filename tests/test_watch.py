@@ -52,7 +52,8 @@ def test_a_board_keeps_what_each_rank_wrote() -> None:
 @pytest.mark.parametrize(
     ("found", "silent", "words"),
     [
-        ({0: WAITING, 1: FAILED}, [0], "rank 1 failed (IndexError: 7); rank 0 has given no sign of life for 3 s: "),
+        ({0: WAITING, 1: FAILED}, [0], "rank 1 failed (IndexError: 7)"),
+        ({0: LOADING, 1: Standing(state=State.ENDED, error="E: 1")}, [0], "rank 1 has left the job (E: 1)"),
         (
             {0: WAITING, 1: LOADING},
             [0],
@@ -66,7 +67,9 @@ def test_a_board_keeps_what_each_rank_wrote() -> None:
     ],
 )
 def test_the_verdict_names_who_is_missing(found: dict[int, Standing], silent: list[int], words: str) -> None:
-    assert words in verdict(found, range(2), silent, 3)
+    told = verdict(found, range(2), silent, 3)
+    assert words in told
+    assert ("no sign of life" in told) == ("no sign of life" in words)
 
 
 def test_only_what_can_never_come_ends_a_wait() -> None:
