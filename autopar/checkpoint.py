@@ -178,8 +178,11 @@ def load_checkpoint(
             )  # fmt: skip
         if optimizer is not None:
             put_state(model, optimizer, made, state)
-    if isinstance(model, ParallelModule) and state["random"]:
-        model.random_state = state["random"]
+    if isinstance(model, ParallelModule):
+        if optimizer is not None:
+            model.move_with_parameters(optimizer)
+        if state["random"]:
+            model.random_state = state["random"]
     extra: dict[str, Any] = state["extra"]
     return extra
 

@@ -110,6 +110,7 @@ class ParallelModule(nn.Module):
         self._programs = Programs(max_specialisations)
         self._num_forwards = 0
         self._accumulation = Accumulation()
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._base_seed = self._control.gather(torch.initial_seed())[0] % 2**40
 
     @property
@@ -319,7 +320,14 @@ class ParallelModule(nn.Module):
     def _adopt(self, plan: Plan) -> None:
         self._layout = layout_on(self._user_mesh, plan.mesh)
         self._sharded.move(self._layout, planned(plan.storage))
+        while self._optimizers:
+            self._sharded.move_state(self._optimizers.pop(), self._layout)
         self._plan = plan
+
+    def move_with_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the state that an optimizer got before there is a plan moved when the parameters move."""
+        if self._plan is None:
+            self._optimizers.append(optimizer)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Set training mode, as `nn.Module.train` does."""

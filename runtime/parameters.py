@@ -122,6 +122,14 @@ class ShardedParameters:
             torch.utils.swap_tensors(slot.parameter, moved)  # type: ignore[no-untyped-call]
             slot.sharding, slot.untouched = sharding, untouched
 
+    def move_state(self, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+        """Put what an optimizer holds of parameters where these lie now."""
+        for slot in self._slots:
+            state = optimizer.state.get(slot.parameter, {})
+            for key, value in state.items():
+                if isinstance(value, DTensor):
+                    state[key] = full_to_placed(value.full_tensor(), slot.parameter, slot.sharding, layout)
+
     @property
     def by_name(self) -> dict[str, DTensor]:
         """Every name, those of tied parameters too -> the parameter."""

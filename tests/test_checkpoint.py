@@ -135,6 +135,23 @@ def test_any_plan_loads_what_any_other_saved(
     same(found, expected)
 
 
+def loaded_before_the_plan(path: str) -> list[float]:
+    """Planning waits for the first call: parameters move then, and what the optimizer holds of them moves too."""
+    pm = autopar.parallelize(TinyGpt(layers=1, dropout=0.2).double(), 2, strategy="zero3")
+    optimizer = optimizer_of(pm)
+    autopar.load_checkpoint(path, pm, optimizer)
+    losses = steps(pm, optimizer, range(2, 4))
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg"].placements == parameter.placements
+    return losses
+
+
+def test_a_module_that_is_not_planned_yet_loads_too(gloo2: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    _, losses = gloo2.run(save, path, "zero3", 2)[0]
+    assert gloo2.run(loaded_before_the_plan, path) == [losses, losses]
+
+
 def test_eight_ranks_read_their_parts(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load as load_slices
 
