@@ -62,6 +62,9 @@ class ParallelModule(nn.Module):
     in the same order; a call that differs (another shape, another mode, an error on one rank) raises on every rank.
     """
 
+    _is_accelerate_prepared = True
+    """Read by Hugging Face's `Accelerator.prepare`: this module places itself, and is not to be wrapped in DDP."""
+
     def __init__(
         self,
         model: nn.Module,

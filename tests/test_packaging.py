@@ -138,12 +138,15 @@ def test_readme_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{name} links to {target}"
 
 
-def run_example(name: str, num_ranks: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run a file of `examples/` on CPU processes."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+def run_example(
+    name: str, num_ranks: int, *flags: str, launch: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a file of `examples/` on CPU processes, with flags of its own and more flags of `torchrun`."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONFAULTHANDLER"] = "1"  # a process that aborts says where its threads were
-    command = [*launch, str(ROOT / "examples" / name), *flags]
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see examples/elastic.py
+    command = [*torchrun, *launch, str(ROOT / "examples" / name), *flags]
     run = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     return run
