@@ -88,7 +88,7 @@ def parallelize(
         VerificationError: with `verify`, if the numbers differ.
     """
     check_module(model)
-    if getattr(model, "is_gradient_checkpointing", False):
+    if _recomputes(model):
         warnings.warn(
             "the model has gradient checkpointing switched on, which has no effect: the plan says what is computed "
             "again (plan.recompute), as the budget mem_gb demands",
@@ -133,6 +133,12 @@ def parallelize(
         args, kwargs = split_call(example_inputs)
         module.prepare(*args, **kwargs)
     return module
+
+
+def _recomputes(model: nn.Module) -> bool:
+    """Whether a Hugging Face model has gradient checkpointing switched on; its older name warns where the newer is."""
+    newer = getattr(model, "is_activation_checkpointing", None)
+    return bool(getattr(model, "is_gradient_checkpointing", False) if newer is None else newer)
 
 
 def ranks_per_node() -> int:
