@@ -113,6 +113,7 @@ class Compiler:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, local: bool, fold: bool
     ) -> JointGraph:
         ranks = self.cluster.num_ranks if local else 1
+        self._warn_checkpointing()
         with _collector_paused():
             with self.around_trace():
                 joint = trace(
@@ -264,6 +265,18 @@ class Compiler:
         usable = self.cluster.device.memory_bytes
         copies = Copies.of_runs(joint.runs, smallest.splits)
         return infeasible(priced, budget, usable, name, lambda other: self._run(program, other, copies))
+
+    def _warn_checkpointing(self) -> None:
+        """Hugging Face models say under one of two names that they do; the older one warns where there is the newer."""
+        newer = getattr(self.model, "is_activation_checkpointing", None)
+        switched_on = getattr(self.model, "is_gradient_checkpointing", False) if newer is None else newer
+        if switched_on and "checkpointing" not in self._warned:
+            self._warned.add("checkpointing")
+            warnings.warn(
+                "the model has gradient checkpointing switched on, which has no effect: the plan says what is computed "
+                "again (plan.recompute), as the budget mem_gb demands",
+                stacklevel=4,
+            )
 
     def _warn_replicated(self, joint: JointGraph) -> None:
         new = {name: n for name, n in replicated_ops(joint).items() if name not in self._warned}
