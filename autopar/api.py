@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.cluster import Cluster
+from autopar.code_versions import code_of, versions
 from autopar.compiler import Compiler
 from autopar.cost_model.optimizers import OptimizerLike
 from autopar.errors import InputError, MeshError
@@ -23,6 +24,7 @@ from autopar.passes.defer import defer_reductions
 from autopar.plan import Plan
 from autopar.precision import compute_dtype
 from autopar.rehearsal import rehearsal
+from autopar.runtime.agreement import agree_on_setup
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import CompiledStep
 from autopar.runtime.module import ParallelModule
@@ -88,12 +90,14 @@ def parallelize(
         VerificationError: with `verify`, if the numbers differ.
     """
     check_module(model)
-    if _recomputes(model):
-        warnings.warn(
-            "the model has gradient checkpointing switched on, which has no effect: the plan says what is computed "
-            "again (plan.recompute), as the budget mem_gb demands",
-            stacklevel=2,
-        )
+    _join_processes(mesh)
+    control = ControlGroup()
+    given = {
+        "mesh": _mesh_text(mesh), "mem_gb": repr(mem_gb), "strategy": _strategy_text(strategy),
+        "batch_dims": repr(batch_dims), "optimizer": _optimizer_text(optimizer), "cluster": str(cluster),
+        "precision": repr(precision), "accumulate": repr(accumulate), "verify": repr(verify),
+    }  # fmt: skip
+    agree_on_setup(control, versions() | {"model": type(model).__qualname__} | code_of(model) | given)
     if not isinstance(strategy, Plan) and strategy != AUTO:
         strategy = canonical_name(strategy)
     device_mesh = _live_mesh(model, mesh)
@@ -118,7 +122,6 @@ def parallelize(
         joint = compiler.trace(args, kwargs, train)
         return CompiledStep(compiler.compile(joint, plan), joint.output_tree.rebuild, defer_reductions)
 
-    control = ControlGroup()
     rehearse = rehearsal(model, control, batch_dims, precision) if verify else None
 
     def check_step(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
@@ -133,12 +136,6 @@ def parallelize(
         args, kwargs = split_call(example_inputs)
         module.prepare(*args, **kwargs)
     return module
-
-
-def _recomputes(model: nn.Module) -> bool:
-    """Whether a Hugging Face model has gradient checkpointing switched on; its older name warns where the newer is."""
-    newer = getattr(model, "is_activation_checkpointing", None)
-    return bool(getattr(model, "is_gradient_checkpointing", False) if newer is None else newer)
 
 
 def ranks_per_node() -> int:
@@ -165,11 +162,35 @@ def _priced_cluster(mesh: DeviceMesh, described: Cluster | str | None) -> Cluste
     return replace(cluster, device=replace(cluster.device, memory_bytes=live.device.memory_bytes))
 
 
-def _live_mesh(model: nn.Module, mesh: MeshLike) -> DeviceMesh:
+def _mesh_text(mesh: MeshLike) -> str:
+    return f"{tuple(mesh.shape)} named {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else repr(mesh)
+
+
+def _strategy_text(strategy: str | Plan) -> str:
+    """A name, or what tells two plans apart; not what they were predicted to cost."""
+    if not isinstance(strategy, Plan):
+        return repr(strategy)
+    parts = (strategy.mesh, strategy.factors, sorted(strategy.storage.items()), sorted(strategy.recompute.items()))
+    return f"a plan on {strategy.mesh} with digest {hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
+
+
+def _optimizer_text(optimizer: OptimizerLike) -> str:
+    """A name, or that of the class or function."""
+    if isinstance(optimizer, str):
+        return repr(optimizer)
+    made = optimizer if callable(optimizer) else type(optimizer)
+    return str(getattr(made, "__qualname__", type(made).__qualname__))
+
+
+def _join_processes(mesh: MeshLike) -> None:
+    """Start torch.distributed over the ranks that the launcher started, if that was not done.
+
+    Raises:
+        MeshError: if they are not as many as the mesh has.
+    """
     if isinstance(mesh, DeviceMesh):
-        return mesh
-    sizes = parse_shape(mesh)
-    num_ranks = math.prod(sizes)
+        return
+    num_ranks = math.prod(parse_shape(mesh))
     if not dist.is_initialized():
         if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
             raise MeshError(
@@ -181,6 +202,12 @@ def _live_mesh(model: nn.Module, mesh: MeshLike) -> DeviceMesh:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if world != num_ranks:
         raise MeshError(f"mesh {mesh!r} has {num_ranks} ranks, but {world} are running: they must be equal")
+
+
+def _live_mesh(model: nn.Module, mesh: MeshLike) -> DeviceMesh:
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    sizes = parse_shape(mesh)
     names = tuple(f"axis{i}" for i in range(len(sizes)))
     return init_device_mesh(_device_type(model), sizes, mesh_dim_names=names)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, TypeVar
@@ -172,14 +172,18 @@ def graph_fingerprint(graph: fx.Graph, extra: str = "") -> str:
 
     Node names are replaced by positions, so two traces that name nodes differently agree.
     """
-    index = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     digest = hashlib.sha256(extra.encode())
+    for line in graph_lines(graph):
+        digest.update(f"{line}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def graph_lines(graph: fx.Graph) -> Iterator[str]:
+    """Each node as text: its op, what it reads by position, its shape and dtype."""
+    index = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         args = fx.map_arg((node.args, node.kwargs), lambda n: _Ref(index[n]))
-        digest.update(
-            f"{node.op} {_target_text(node.target)} {args!r} {describe_value(node.meta.get('val'))}\n".encode()
-        )
-    return digest.hexdigest()[:16]
+        yield f"{node.op} {_target_text(node.target)} {args!r} {describe_value(node.meta.get('val'))}"
 
 
 def _target_text(target: object) -> str:

@@ -7,7 +7,6 @@ be read is decided by its schema version alone.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import math
 import os
@@ -17,8 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from autopar.code_versions import versions
 from autopar.errors import InputError, PlanError
 from autopar.graph import InputKind, JointGraph
 from autopar.mesh import Mesh
@@ -27,15 +25,7 @@ from autopar.plan import Plan
 from autopar.plan_reader import INFINITE, MAX_FILE_BYTES, SCHEMA_VERSION, plan_from_json
 from autopar.regions import prefixes
 
-__all__ = [
-    "autopar_version",
-    "check_plan_matches",
-    "load_plan",
-    "plan_from_json",
-    "plan_to_json",
-    "replace_file",
-    "save_plan",
-]
+__all__ = ["check_plan_matches", "load_plan", "plan_from_json", "plan_to_json", "replace_file", "save_plan"]
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -51,8 +41,8 @@ def plan_to_json(plan: Plan) -> str:
         raise PlanError(f"the plan lists factors for {len(plan.factors)} axes, but its mesh {plan.mesh} has {axes}")
     content = {
         "schema_version": SCHEMA_VERSION,
-        "autopar": autopar_version(),
-        "torch": str(torch.__version__),
+        "autopar": versions()["autopar"],
+        "torch": versions()["torch"],
         "graph_fingerprint": plan.graph_fingerprint,
         "strategy": plan.strategy,
         "mesh": _plain(plan.mesh),
@@ -87,14 +77,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     return INFINITE if value == math.inf else value
-
-
-def autopar_version() -> str:
-    """The version that is installed."""
-    try:
-        return importlib.metadata.version("autopar")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return "not installed"
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.graph import GraphInput, GraphOutput, graph_fingerprint
+from autopar.graph import GraphInput, GraphOutput, graph_fingerprint, graph_lines
 from autopar.mesh import Mesh
 from autopar.placement import Sharding
 
@@ -59,6 +59,15 @@ class LocalProgram:
     def fingerprint(self) -> str:
         """Digest of both graphs, equal on all ranks that hold the same program."""
         return "-".join(graph_fingerprint(g.module.graph, f"{self.mesh}{g.inputs}{g.outputs}") for g in self.graphs)
+
+    def lines(self) -> Iterator[str]:
+        """Both graphs as text, a line for each node, equal on all ranks that hold the same program."""
+        for graph in self.graphs:
+            yield f"{self.mesh} {graph.inputs} {graph.outputs}"
+            nodes = graph.module.graph.nodes
+            for node, line in zip(nodes, graph_lines(graph.module.graph), strict=True):
+                module = node.meta.get("module")
+                yield f"{line} of module {module}" if module else line.rstrip()
 
     def collectives(self) -> list[Collective]:
         """Every collective of the step, in program order, forward then backward."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import BatchError, StaleModelError
-from autopar.plan_file import autopar_version
+from autopar.runtime.agreement import digest
 from autopar.runtime.control import ControlGroup
 
 
@@ -52,24 +50,12 @@ def agree_on_call(control: ControlGroup, look: Callable[[], Call]) -> Call:
         shapes, mode = call.shapes, call.mode
     except Exception as caught:  # noqa: BLE001 (raised below, once the other ranks know)
         error = caught
-    if not control.all_agree(_digest(f"{shapes}|{mode}|{error!r}")):
+    if not control.all_agree(digest(f"{shapes}|{mode}|{error!r}")):
         control.on_every_rank("checking its call", lambda: _reraise(error))
         _explain_difference(control, shapes, mode)
     if error is not None:
         raise error
     return call
-
-
-def agree_on_versions(control: ControlGroup) -> None:
-    """Make sure before any collective that every rank runs the same programs, as far as their versions tell.
-
-    Raises:
-        StaleModelError: on every rank, with each rank's versions.
-    """
-    python = ".".join(map(str, sys.version_info[:2]))
-    versions = control.gather(f"autopar {autopar_version()}, torch {torch.__version__}, Python {python}")
-    if len(set(versions)) > 1:
-        raise StaleModelError(f"the ranks run different versions ({each_rank(versions)}): install the same everywhere")
 
 
 def _explain_difference(control: ControlGroup, shapes: str, mode: str) -> None:
@@ -89,10 +75,6 @@ def _explain_difference(control: ControlGroup, shapes: str, mode: str) -> None:
 def each_rank(texts: Sequence[str]) -> str:
     """What every rank says, in a line."""
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
 
 def _reraise(error: Exception | None) -> None:

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import InputError, PlanError, StaleModelError
+from autopar.errors import InputError, PlanError
 from autopar.graph import describe_value
 from autopar.placement import Sharding
 from autopar.plan import Plan
 from autopar.runtime.accumulation import Accumulation
+from autopar.runtime.agreement import agree_on_program
 from autopar.runtime.buffers import Buffers
-from autopar.runtime.calls import Call, agree_on_call, agree_on_versions, each_rank
+from autopar.runtime.calls import Call, agree_on_call
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import BoundStep, CompiledStep
 from autopar.runtime.gathering import apply_whole, gathered_calls
@@ -104,7 +105,6 @@ class ParallelModule(nn.Module):
         self._rehearse, self._check_step = rehearse, check_step
         self._report: Any = None
         self._user_mesh, self._control = device_mesh, control or ControlGroup()
-        agree_on_versions(self._control)
         check_covers(device_mesh)
         self._plan = plan
         self._layout = layout_on(device_mesh, plan.mesh if plan else None)
@@ -305,12 +305,7 @@ class ParallelModule(nn.Module):
                 self._report = self._rehearse(args, kwargs, plan)
         final_plan = plan
         compiled = control.on_every_rank("compiling", lambda: self._compile_step(args, kwargs, call.trains, final_plan))
-        fingerprints = control.gather(compiled.program.fingerprint())
-        if len(set(fingerprints)) > 1:
-            raise StaleModelError(
-                f"the ranks compiled different programs ({each_rank(fingerprints)}): the model, its constants or "
-                "non-tensor arguments differ between ranks; make them equal"
-            )
+        agree_on_program(control, compiled.program)
         if self._plan is None:
             self._adopt(plan)
         trained_inputs = [path for path, tensor in call.tensors.items() if call.trains and tensor.requires_grad]
