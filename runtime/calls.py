@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from autopar.errors import BatchError, StaleModelError

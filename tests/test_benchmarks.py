@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopar.errors import TraceError, VerificationError
-from benchmarks import auto_steps, compare_steps, coverage, models_table, planner, step, zoo
+from benchmarks import auto_steps, compare_steps, coverage, hosts, models_table, planner, step, zoo
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = [
@@ -241,6 +241,33 @@ class SumOfIds(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.linear(self.table(ids)).square().mean()
+
+
+def test_page_of_hosts_has_a_row_for_each_strategy_and_each_rank_that_failed() -> None:
+    def line(strategy: str, ranks: int, first: int) -> dict[str, Any]:
+        differences = {"loss_difference": 2e-16, "parameter_difference": 3e-14}
+        losses = [1.0] * (6 - first)
+        return {
+            "strategy": strategy,
+            "mesh": f"dp={ranks}",
+            "ranks": ranks,
+            "first": first,
+            "losses": losses,
+            **differences,
+        }
+
+    failed = [{"rank": rank, "failed_at": 120.0, "error": "Error: [/a/b.cc:7] a|b\nc"} for rank in (1, 0)]
+    found = {
+        "equal": [line("ddp", 4, 0), line("tp", 4, 0)],
+        "cut": [{"cut_at": 100.0}, *failed],
+        "fewer": [line("tp", 2, 2)],
+        "again": [line("zero3", 4, 2)],
+    }
+    arguments = SimpleNamespace(hosts=2, ranks_per_host=2, rate="100mbit", timeout_s=20.0, rt=False)
+    page = hosts.report(arguments, found)  # type: ignore[arg-type]
+    assert "| ddp | dp=4 | 0 to 6 | 2e-16 | 3e-14 |\n| tp | dp=4 |" in page
+    assert "| 0 | 20.0 s | Error: a\\|b c |\n| 1 | 20.0 s |" in page
+    assert "checkpoint of step 2, saved by 4 ranks under zero3, loaded by 2 ranks" in page
 
 
 # ---- coverage and the table of models
