@@ -22,6 +22,7 @@ from autopar.errors import InputError, MeshError
 from autopar.mesh import parse_shape
 from autopar.passes.defer import defer_reductions
 from autopar.plan import Plan
+from autopar.plan_cache import open_cache
 from autopar.precision import compute_dtype
 from autopar.rehearsal import rehearsal
 from autopar.runtime.agreement import agree_on_setup
@@ -50,6 +51,7 @@ def parallelize(
     precision: str | None = None,
     accumulate: int = 1,
     verify: bool = False,
+    cache: bool = True,
 ) -> ParallelModule:
     """Shard a model over a mesh: trace, plan, rewrite, and turn its parameters into DTensors in place.
 
@@ -81,6 +83,9 @@ def parallelize(
         verify: before training starts, run the plan's program for all ranks in one process, on two rows of each rank's
             batch in float64, and compare loss, outputs, gradients and buffers with the single device (see
             `autopar.verify`).  Rank 0 does it while the others wait; it holds float64 copies on its CPU.
+        cache: whether rank 0 keeps the plan on disk, and takes the one that it kept when the same was asked before:
+            the same traced graph, mesh, cluster, budget, optimizer and settings (`plan.from_cache`; see
+            `autopar.plan_cache` for where).
 
     Raises:
         InputError: if there is no such strategy, optimizer or precision.
@@ -112,15 +117,18 @@ def parallelize(
         batch_dims,
         precision=precision,
         accumulate=accumulate,
+        cache=open_cache(cache),
     )
 
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         joint = compiler.trace(args, kwargs, torch.is_grad_enabled())
-        return compiler.given(joint, strategy) if isinstance(strategy, Plan) else compiler.plan(joint)
+        made = compiler.given(joint, strategy) if isinstance(strategy, Plan) else compiler.plan(joint)
+        return replace(made, cost=None)  # each rank's own is ready when asked; to send it, it would be worked out
 
     def compile_step(args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, plan: Plan) -> CompiledStep:
         joint = compiler.trace(args, kwargs, train)
-        return CompiledStep(compiler.compile(joint, plan), joint.output_tree.rebuild, defer_reductions)
+        program, cost = compiler.compile(joint, plan), compiler.cost(joint, plan)
+        return CompiledStep(program, joint.output_tree.rebuild, defer_reductions, cost)
 
     rehearse = rehearsal(model, control, batch_dims, precision) if verify else None
 

@@ -77,6 +77,9 @@ StrategyOption = Annotated[str, typer.Option(help="auto, or a named one: ddp, ze
 MeshOption = Annotated[
     str | None, typer.Option(help='Shape of the mesh, such as "2x8"; by default nodes × devices of each.')
 ]
+CacheOption = Annotated[
+    bool, typer.Option("--cache/--no-cache", help="Take the plan that was kept when the same was asked, or keep it.")
+]
 LayersOption = Annotated[int | None, typer.Option(help="Other number of layers, for a quick look.", min=1)]
 
 _OPTIMIZER, _STRATEGY = "adamw", "auto"
@@ -103,6 +106,7 @@ def plan_command(
     strategy: StrategyOption = _STRATEGY,
     mesh: MeshOption = None,
     layers: LayersOption = None,
+    cache: CacheOption = True,
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Write the plan to this file too.")
     ] = None,
@@ -113,7 +117,7 @@ def plan_command(
             raise InputError(f"cannot write {str(json_path)!r}: there is no directory {str(json_path.parent)!r}")
         words, plan = _make_plan(
             model, cluster, mem_gb, batch, seq, optimizer, precision, dtype,
-            strategy=strategy, mesh=mesh, layers=layers,
+            strategy=strategy, mesh=mesh, layers=layers, cache=cache,
         )  # fmt: skip
         typer.echo(f"{words}\n\n{plan}")
         if json_path is not None:
@@ -137,6 +141,7 @@ def explain_command(
     strategy: StrategyOption = _STRATEGY,
     mesh: MeshOption = None,
     layers: LayersOption = None,
+    cache: CacheOption = True,
 ) -> None:
     """Say why a module of MODEL runs as it does, and what the other candidates cost there."""
     with _errors_as_exit_codes():
@@ -150,7 +155,7 @@ def explain_command(
         else:
             plan = _make_plan(
                 model, cluster, mem_gb, batch, seq, optimizer, precision, dtype,
-                strategy=strategy, mesh=mesh, layers=layers,
+                strategy=strategy, mesh=mesh, layers=layers, cache=cache,
             )[1]  # fmt: skip
         typer.echo(plan.explain(module))
 
@@ -168,6 +173,7 @@ def _make_plan(
     strategy: str,
     mesh: str | None,
     layers: int | None,
+    cache: bool,
 ) -> tuple[str, Plan]:
     """Words for what is planned, and the plan."""
     described = Cluster.parse(cluster)
@@ -194,6 +200,7 @@ def _make_plan(
             strategy=strategy,
             optimizer=optimizer,
             precision=precision,
+            cache=cache,
         )
     return call.words, plan
 

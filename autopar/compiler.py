@@ -24,6 +24,7 @@ from autopar.infeasible import infeasible
 from autopar.normalise import normalise
 from autopar.passes.pipeline import rewrite
 from autopar.plan import Plan
+from autopar.plan_cache import PlanCache, check_kept, request_key
 from autopar.plan_cost import PlanCost, SymbolicCost
 from autopar.plan_file import check_plan_matches
 from autopar.plan_report import plan_report, replicated_ops
@@ -54,6 +55,7 @@ class Compiler:
         around_trace: makes a context in which the model is traced.
         precision: what the model computes in, a name in `PRECISIONS`; None: as its tensors' dtypes give.
         accumulate: micro-steps to one step of the optimizer.
+        cache: where plans are kept, and looked for before planning; None: nowhere.
     """
 
     model: nn.Module
@@ -66,6 +68,7 @@ class Compiler:
     around_trace: Callable[[], AbstractContextManager[Any]] = nullcontext
     precision: str | None = None
     accumulate: int = 1
+    cache: PlanCache | None = None
     _traced: tuple[object, JointGraph] | None = field(default=None, repr=False)
     _whole: tuple[JointGraph, JointGraph] | None = field(default=None, repr=False)
     _priced: tuple[JointGraph, list[Priced]] | None = field(default=None, repr=False)
@@ -139,13 +142,25 @@ class Compiler:
         return self._whole[0] if self._whole is not None and self._whole[1] is joint else joint
 
     def plan(self, joint: JointGraph) -> Plan:
-        """The best plan for a traced graph, with its report.
+        """The best plan for a traced graph, with its report; from the cache, if there is one that has it.
 
         Raises:
             InfeasibleBudgetError: if no candidate fits the budget.
             MeshError: if the strategy cannot use the mesh.
         """
-        return self.plan_within(joint, budget_bytes(self.mem_gb, self.cluster))
+        budget = budget_bytes(self.mem_gb, self.cluster)
+        if self.cache is None:
+            return self.plan_within(joint, budget)
+        planned_on = self._planned_on(joint)
+        settings = (self.sizes, self.cluster, budget, self.strategy, self.optimizer, self.precision, self.accumulate)
+        key = request_key(planned_on, *settings, planned_on is joint)
+        fingerprint = planned_on.fingerprint()
+        kept = self.cache.find(key, lambda plan: check_kept(plan, joint, fingerprint, self.cluster.num_ranks, budget))
+        if kept is not None:
+            return replace(kept, cost=self.cost(joint, kept), from_cache=True)
+        plan = self.plan_within(joint, budget)
+        self.cache.keep(key, plan)
+        return plan
 
     def plan_within(self, joint: JointGraph, budget: int) -> Plan:
         """`plan` for a budget in bytes; the candidates are simulated once for all budgets.
@@ -251,8 +266,11 @@ class Compiler:
             accumulate=self.accumulate,
         )
         whole = whole_plan(plan, joint.runs, best.splits)
-        cost = PlanCost(functools.partial(self._symbolic, joint, whole))
-        return replace(whole, graph_fingerprint=planned_on.fingerprint(), report=report, cost=cost)
+        return replace(whole, graph_fingerprint=planned_on.fingerprint(), report=report, cost=self.cost(joint, whole))
+
+    def cost(self, joint: JointGraph, plan: Plan) -> PlanCost:
+        """What a plan costs in symbols, to be worked out when that is first wanted."""
+        return PlanCost(functools.partial(self._symbolic, joint, plan))
 
     def _symbolic(self, joint: JointGraph, plan: Plan) -> SymbolicCost:
         joint = self.unfolded(joint)

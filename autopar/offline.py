@@ -21,6 +21,7 @@ from autopar.graph import JointGraph
 from autopar.infeasible import feasible_gb
 from autopar.mesh import parse_shape
 from autopar.plan import Plan
+from autopar.plan_cache import open_cache
 from autopar.search import AUTO
 from autopar.signature import check_module, split_call
 from autopar.strategies import canonical_name
@@ -40,6 +41,7 @@ def plan(
     batch_dims: Mapping[str, int | None] | None = None,
     precision: str | None = None,
     accumulate: int = 1,
+    cache: bool = True,
 ) -> Plan:
     """The plan that `parallelize` would make on a cluster, made without it.
 
@@ -54,7 +56,7 @@ def plan(
         mesh: shape of the mesh, `"2x8"` or `(2, 8)`; by default nodes × devices of each, or flat on one node.
         strategy: `auto`, a named strategy, or a `Plan` to be priced.
         optimizer: whose memory counts, as in `parallelize`.
-        batch_dims, precision, accumulate: as in `parallelize`.
+        batch_dims, precision, accumulate, cache: as in `parallelize`.
 
     Raises:
         InputError: if an argument cannot be read, or names an unknown device, strategy or optimizer.
@@ -66,6 +68,7 @@ def plan(
     name = AUTO if isinstance(strategy, Plan) or strategy == AUTO else canonical_name(strategy)
     settings = {"optimizer": optimizer, "batch_dims": batch_dims, "precision": precision, "accumulate": accumulate}
     compiler, joint = _trace(model, cluster, mem_gb, example_inputs, mesh, name, settings, whole=True)
+    compiler.cache = open_cache(cache)
     return compiler.given(joint, strategy) if isinstance(strategy, Plan) else compiler.plan(joint)
 
 

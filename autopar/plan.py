@@ -72,6 +72,7 @@ class Plan:
         graph_fingerprint: digest of the traced graph that the plan was made for; empty if it was written by hand.
         report: what the planner predicted and compared; `None` on a plan that has not been priced.
         cost: what it costs in symbols; `None` on a plan that has not been priced here: it is not saved with a plan.
+        from_cache: whether it was not planned anew, but kept from when the same was asked before.
     """
 
     strategy: str
@@ -83,6 +84,7 @@ class Plan:
     graph_fingerprint: str = ""
     report: PlanReport | None = field(default=None, compare=False)
     cost: PlanCost | None = field(default=None, compare=False, repr=False)
+    from_cache: bool = field(default=False, compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> int:

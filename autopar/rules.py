@@ -180,7 +180,8 @@ def is_look_or_cast(node: fx.Node) -> bool:
 
 Deriver = Callable[[Call], OpRule]
 _DERIVERS: dict[Any, Deriver] = {}
-_USER_RULES: dict[str, Deriver] = {}
+_USER_RULES: dict[str, tuple[str, Deriver]] = {}
+"""By op: what was registered, in words, and what derives the rule from a call."""
 
 
 def derives(*ops: Any) -> Callable[[Deriver], Deriver]:
@@ -228,7 +229,7 @@ def _deriver(op: object) -> Deriver | None:
     if not isinstance(op, OpOverload):
         return None
     name = op.name().removesuffix(".default")  # type: ignore[no-untyped-call]
-    deriver = _USER_RULES.get(name) or _DERIVERS.get(op)
+    deriver = _USER_RULES[name][1] if name in _USER_RULES else _DERIVERS.get(op)
     return deriver or (rules_compute.pointwise if torch.Tag.pointwise in op.tags else None)
 
 
@@ -417,7 +418,13 @@ def register_sharding_rule(
         raise RuleError(f"rule of {op}: linear names argument {wrong[0]}, but {rule!r} has {len(inputs)} (from 0)")
     if not _exists(op):
         raise RuleError(f"there is no op {op}: import the library that defines it first, and mind the spelling")
-    _USER_RULES[op.removesuffix(".default")] = written(rule, reduce=reduce, linear=linear)
+    words = f"{rule} reduce={sorted((reduce or {}).items())} linear={[list(group) for group in linear]}"
+    _USER_RULES[op.removesuffix(".default")] = words, written(rule, reduce=reduce, linear=linear)
+
+
+def user_rules() -> dict[str, str]:
+    """The ops that rules were registered for, each with its rule in words; equal words are equal rules."""
+    return {op: words for op, (words, _) in _USER_RULES.items()}
 
 
 def _exists(op: str) -> bool:

@@ -204,7 +204,7 @@ def _describe_calls(calls: Mapping[str, int]) -> str:
 
 
 def _header(plan: Plan) -> str:
-    lines = [f"autopar plan: {plan.strategy} on mesh {plan.mesh}"]
+    lines = [f"autopar plan: {plan.strategy} on mesh {plan.mesh}{', from cache' if plan.from_cache else ''}"]
     report = plan.report
     if report is None:
         return f"{lines[0]}, not priced"

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import BoxedCodeGen, below_autograd, dtensor_like
 from autopar.graph import GraphInput, InputKind
+from autopar.plan_cost import PlanCost
 from autopar.program import COLLECTIVE_KINDS, DeferredBackward, LocalGraph, LocalProgram, collective_axis
 from autopar.runtime.accumulation import Accumulation
 from autopar.runtime.blame import blame, places
@@ -36,11 +37,13 @@ class CompiledStep:
             those that `flatten` gives.
         rebuild_output: makes the module's return value from the values of the forward graph's `OUTPUT`s, in order.
         defer: takes the gradients' reductions out of the backward graph; asked when that is first wanted.
+        cost: what its plan costs in symbols, worked out when that is first wanted.
     """
 
     program: LocalProgram
     rebuild_output: Callable[[Sequence[Any]], Any]
     defer: Callable[[LocalGraph], DeferredBackward] | None = None
+    cost: PlanCost | None = None
 
 
 def bind_graph(

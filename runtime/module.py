@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ Compile = Callable[[tuple[Any, ...], dict[str, Any], bool, Plan], CompiledStep]
 must not communicate."""
 
 Decide = Callable[[tuple[Any, ...], dict[str, Any]], Plan]
-"""`decide(args, kwargs)`: makes the plan from this rank's example inputs.  Called on rank 0 only."""
+"""`decide(args, kwargs)`: makes the plan from this rank's example inputs.  Called on rank 0 only, and sent to all."""
 
 Rehearse = Callable[[tuple[Any, ...], dict[str, Any], Plan], Any]
 """`rehearse(args, kwargs, plan)`: tries a new plan and raises, on every rank, if it is wrong; returns a report.  Called
@@ -307,7 +308,7 @@ class ParallelModule(nn.Module):
         compiled = control.on_every_rank("compiling", lambda: self._compile_step(args, kwargs, call.trains, final_plan))
         agree_on_program(control, compiled.program)
         if self._plan is None:
-            self._adopt(plan)
+            self._adopt(replace(plan, cost=compiled.cost or plan.cost))
         trained_inputs = [path for path, tensor in call.tensors.items() if call.trains and tensor.requires_grad]
         buffers = Buffers(self._model)
         step = BoundStep(

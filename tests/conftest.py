@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from pool import RankPool
+
+os.environ["AUTOPAR_CACHE"] = "0"  # tests plan anew, in the processes that they start too
 
 
 @pytest.fixture(scope="session")
