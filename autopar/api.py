@@ -24,6 +24,7 @@ from autopar.passes.defer import defer_reductions
 from autopar.plan import Plan
 from autopar.plan_cache import open_cache
 from autopar.precision import compute_dtype
+from autopar.progress import progress
 from autopar.rehearsal import rehearsal
 from autopar.runtime.agreement import agree_on_setup
 from autopar.runtime.control import ControlGroup
@@ -120,14 +121,18 @@ def parallelize(
         cache=open_cache(cache),
     )
 
+    control = ControlGroup()
+
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        joint = compiler.trace(args, kwargs, torch.is_grad_enabled())
-        made = compiler.given(joint, strategy) if isinstance(strategy, Plan) else compiler.plan(joint)
+        with progress() as compiler.say:
+            joint = compiler.trace(args, kwargs, torch.is_grad_enabled())
+            made = compiler.given(joint, strategy) if isinstance(strategy, Plan) else compiler.plan(joint)
         return replace(made, cost=None)  # each rank's own is ready when asked; to send it, it would be worked out
 
     def compile_step(args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, plan: Plan) -> CompiledStep:
-        joint = compiler.trace(args, kwargs, train)
-        program, cost = compiler.compile(joint, plan), compiler.cost(joint, plan)
+        with progress(shown=control.rank == 0) as compiler.say:
+            joint = compiler.trace(args, kwargs, train)
+            program, cost = compiler.compile(joint, plan), compiler.cost(joint, plan)
         return CompiledStep(program, joint.output_tree.rebuild, defer_reductions, cost)
 
     rehearse = rehearsal(model, control, batch_dims, precision) if verify else None

@@ -13,20 +13,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from autopar import offline
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleBudgetError, InputError
 from autopar.models import find_model, model_shapes
 from autopar.plan import Plan
+from autopar.plan_cache import open_cache
 from autopar.plan_file import load_plan, save_plan
 from autopar.precision import compute_dtype
+from autopar.progress import progress
 
 
 class Dtype(str, enum.Enum):
@@ -80,6 +80,7 @@ MeshOption = Annotated[
 CacheOption = Annotated[
     bool, typer.Option("--cache/--no-cache", help="Take the plan that was kept when the same was asked, or keep it.")
 ]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="Do not show on the terminal what goes on.")]
 LayersOption = Annotated[int | None, typer.Option(help="Other number of layers, for a quick look.", min=1)]
 
 _OPTIMIZER, _STRATEGY = "adamw", "auto"
@@ -107,6 +108,7 @@ def plan_command(
     mesh: MeshOption = None,
     layers: LayersOption = None,
     cache: CacheOption = True,
+    quiet: QuietOption = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Write the plan to this file too.")
     ] = None,
@@ -117,7 +119,7 @@ def plan_command(
             raise InputError(f"cannot write {str(json_path)!r}: there is no directory {str(json_path.parent)!r}")
         words, plan = _make_plan(
             model, cluster, mem_gb, batch, seq, optimizer, precision, dtype,
-            strategy=strategy, mesh=mesh, layers=layers, cache=cache,
+            strategy=strategy, mesh=mesh, layers=layers, cache=cache, quiet=quiet,
         )  # fmt: skip
         typer.echo(f"{words}\n\n{plan}")
         if json_path is not None:
@@ -142,6 +144,7 @@ def explain_command(
     mesh: MeshOption = None,
     layers: LayersOption = None,
     cache: CacheOption = True,
+    quiet: QuietOption = False,
 ) -> None:
     """Say why a module of MODEL runs as it does, and what the other candidates cost there."""
     with _errors_as_exit_codes():
@@ -155,7 +158,7 @@ def explain_command(
         else:
             plan = _make_plan(
                 model, cluster, mem_gb, batch, seq, optimizer, precision, dtype,
-                strategy=strategy, mesh=mesh, layers=layers, cache=cache,
+                strategy=strategy, mesh=mesh, layers=layers, cache=cache, quiet=quiet,
             )[1]  # fmt: skip
         typer.echo(plan.explain(module))
 
@@ -174,13 +177,14 @@ def _make_plan(
     mesh: str | None,
     layers: int | None,
     cache: bool,
+    quiet: bool,
 ) -> tuple[str, Plan]:
     """Words for what is planned, and the plan."""
     described = Cluster.parse(cluster)
     compute_dtype(precision)  # refused before any work
     if dtype is None and precision is not None:
         dtype = Dtype.FP32
-    with _progress() as say, _prints_to_stderr():
+    with progress(shown=not quiet) as say, _prints_to_stderr():
         say(f"reading {model}")
         call = find_model(
             model,
@@ -190,17 +194,17 @@ def _make_plan(
             dtype=None if dtype is None else _DTYPES[dtype],
             num_layers=layers,
         )
-        say(f"planning {model} on {described}")
-        plan = offline.plan(
+        settings = {"optimizer": optimizer, "precision": precision}
+        plan = offline.plan_with(
             call.model,
             described,
             mem_gb,
-            example_inputs=call.example_inputs,
-            mesh=mesh,
-            strategy=strategy,
-            optimizer=optimizer,
-            precision=precision,
-            cache=cache,
+            call.example_inputs,
+            mesh,
+            strategy,
+            settings,
+            cache=open_cache(cache),
+            say=say,
         )
     return call.words, plan
 
@@ -243,19 +247,6 @@ def _prints_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """A function that shows what goes on, and for how long: on a terminal, and not in continuous integration."""
-    console = Console(stderr=True)
-    if not console.is_terminal or os.environ.get("CI"):
-        yield lambda words: None
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda words: progress.update(task, description=words)
 
 
 __all__ = ["app"]

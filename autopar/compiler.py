@@ -31,6 +31,7 @@ from autopar.plan_report import plan_report, replicated_ops
 from autopar.planner import plan_named
 from autopar.precision import compute_dtype
 from autopar.program import LocalProgram
+from autopar.progress import Say, silent
 from autopar.randomness import replace_random_ops
 from autopar.search import AUTO, Priced, search
 from autopar.signature import flatten_inputs
@@ -56,6 +57,7 @@ class Compiler:
         precision: what the model computes in, a name in `PRECISIONS`; None: as its tensors' dtypes give.
         accumulate: micro-steps to one step of the optimizer.
         cache: where plans are kept, and looked for before planning; None: nowhere.
+        say: is told what goes on.
     """
 
     model: nn.Module
@@ -69,6 +71,7 @@ class Compiler:
     precision: str | None = None
     accumulate: int = 1
     cache: PlanCache | None = None
+    say: Say = silent
     _traced: tuple[object, JointGraph] | None = field(default=None, repr=False)
     _whole: tuple[JointGraph, JointGraph] | None = field(default=None, repr=False)
     _priced: tuple[JointGraph, list[Priced]] | None = field(default=None, repr=False)
@@ -104,6 +107,7 @@ class Compiler:
             *(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
         )
         if self._traced is None or self._traced[0] != key:
+            self.say("tracing the model")
             self._traced = (key, self._trace(args, kwargs, train, local, fold=True))
         if whole:
             try:
@@ -183,6 +187,7 @@ class Compiler:
 
     def _priced_whole(self, joint: JointGraph, priced: Priced) -> tuple[LocalProgram, Priced]:
         """A plan of the folded graph as that of the whole one: its program, and what that costs."""
+        self.say("checking the plan with every layer")
         plan = whole_plan(priced.plan, self._planned_on(joint).runs, priced.splits)
         program = rewrite(joint, plan, check=False)
         return program, Priced(plan, self._run(program, self.optimizer, WHOLE))
@@ -203,6 +208,7 @@ class Compiler:
             def price(plan: Plan, splits: tuple[Split, ...]) -> Simulation:
                 key = (plan.mesh, plan.factors, tuple(plan.storage.items()), tuple(sorted(plan.recompute.items())))
                 if (key, plan.delay_reduction, splits) not in known:
+                    self.say(f"searching: {len(known)} plans simulated")
                     known[key, plan.delay_reduction, splits] = self._simulate(joint, plan, splits)
                 return known[key, plan.delay_reduction, splits]
 
@@ -253,6 +259,7 @@ class Compiler:
     def compile(self, joint: JointGraph, plan: Plan) -> LocalProgram:
         """The program of a plan; ops that have no sharding rule are named in a warning, once."""
         self._warn_replicated(joint)
+        self.say("rewriting the program")
         return rewrite(joint, plan)
 
     def _report(

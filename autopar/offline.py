@@ -22,6 +22,7 @@ from autopar.infeasible import feasible_gb
 from autopar.mesh import parse_shape
 from autopar.plan import Plan
 from autopar.plan_cache import open_cache
+from autopar.progress import progress
 from autopar.search import AUTO
 from autopar.signature import check_module, split_call
 from autopar.strategies import canonical_name
@@ -65,10 +66,32 @@ def plan(
         TraceError: if the model cannot be traced to one graph.
         PlanError: if the strategy is a plan for another model.
     """
-    name = AUTO if isinstance(strategy, Plan) or strategy == AUTO else canonical_name(strategy)
     settings = {"optimizer": optimizer, "batch_dims": batch_dims, "precision": precision, "accumulate": accumulate}
-    compiler, joint = _trace(model, cluster, mem_gb, example_inputs, mesh, name, settings, whole=True)
-    compiler.cache = open_cache(cache)
+    with progress() as say:
+        return plan_with(
+            model, cluster, mem_gb, example_inputs, mesh, strategy, settings, cache=open_cache(cache), say=say
+        )
+
+
+def plan_with(
+    model: nn.Module,
+    cluster: str | Cluster,
+    mem_gb: float | None,
+    example_inputs: Any,
+    mesh: MeshShape | None,
+    strategy: str | Plan,
+    settings: Mapping[str, Any],
+    **around: Any,
+) -> Plan:
+    """`plan`, without a display of its own.
+
+    Args:
+        model, cluster, mem_gb, example_inputs, mesh, strategy: as in `plan`.
+        settings: `plan`'s other arguments, by name, as far as they are not the usual ones.
+        around: `cache` and `say` of the `Compiler`.
+    """
+    name = AUTO if isinstance(strategy, Plan) or strategy == AUTO else canonical_name(strategy)
+    compiler, joint = _trace(model, cluster, mem_gb, example_inputs, mesh, name, {**settings, **around}, whole=True)
     return compiler.given(joint, strategy) if isinstance(strategy, Plan) else compiler.plan(joint)
 
 
@@ -98,20 +121,28 @@ def pareto(
     """
     wanted = None if budgets is None else _budgets(budgets)
     settings = {"optimizer": optimizer, "batch_dims": batch_dims, "precision": precision, "accumulate": accumulate}
-    compiler, joint = _trace(model, cluster, None, example_inputs, mesh, AUTO, settings, whole=False)
-    limits = None if wanted is None else [budget_bytes(gb, compiler.cluster) for gb in wanted]
+    with progress() as say:
+        compiler, joint = _trace(
+            model, cluster, None, example_inputs, mesh, AUTO, {**settings, "say": say}, whole=False
+        )
+        points, smallest = _points(compiler, joint, wanted)
+    return Pareto(str(compiler.cluster), points, wanted, feasible_gb(smallest))
+
+
+def _points(
+    compiler: Compiler, joint: JointGraph, budgets: Sequence[float] | None
+) -> tuple[tuple[ParetoPoint | None, ...], int]:
+    """The points for these budgets in GiB, or of the whole frontier; and the smallest peak of any plan in bytes."""
+    limits = None if budgets is None else [budget_bytes(gb, compiler.cluster) for gb in budgets]
     costs = [(p.simulation.memory.total, p.simulation.step_time_s) for p in compiler.candidates(joint)]
     smallest = min(peak_bytes for peak_bytes, _ in costs)
-    points: tuple[ParetoPoint | None, ...]
     if limits is not None:
         plans = {limit: compiler.plan_within(joint, limit) for limit in limits if limit >= smallest}
-        points = tuple(ParetoPoint(plans[limit]) if limit in plans else None for limit in limits)
-    else:
-        usable = budget_bytes(None, compiler.cluster)
-        compiler.plan_within(joint, usable)  # refuses what does not fit the device at all
-        peaks = [peak_bytes for peak_bytes in fastest_by_peak(costs) if peak_bytes <= usable]
-        points = tuple(ParetoPoint(compiler.plan_within(joint, peak_bytes)) for peak_bytes in peaks)
-    return Pareto(str(compiler.cluster), points, wanted, feasible_gb(smallest))
+        return tuple(ParetoPoint(plans[limit]) if limit in plans else None for limit in limits), smallest
+    usable = budget_bytes(None, compiler.cluster)
+    compiler.plan_within(joint, usable)  # refuses what does not fit the device at all
+    peaks = [peak_bytes for peak_bytes in fastest_by_peak(costs) if peak_bytes <= usable]
+    return tuple(ParetoPoint(compiler.plan_within(joint, peak_bytes)) for peak_bytes in peaks), smallest
 
 
 def _budgets(budgets: Iterable[float]) -> tuple[float, ...]:
@@ -156,4 +187,4 @@ def _mesh_sizes(cluster: Cluster, mesh: MeshShape | None) -> tuple[int, ...]:
     return sizes
 
 
-__all__ = ["pareto", "plan"]
+__all__ = ["pareto", "plan", "plan_with"]
