@@ -6,9 +6,11 @@ Tested with torch 2.13.0 and 2.14.1.  When a name moves between versions, it is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -64,11 +67,13 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "KnownOps",
     "LazyGraphModule",
     "OpOverload",
     "OpOverloadPacket",
     "PlainAOTInput",
     "PlainAOTOutput",
+    "QuickFakeMode",
     "StorageInfo",
     "StridedShard",
     "TangentAOTInput",
@@ -114,16 +119,137 @@ grouped_mm = torch._grouped_mm
 """What `torch.nn.functional.grouped_mm` calls, and so what a `TorchFunctionMode` sees."""
 
 
-def new_fake_mode(allow_value_reads: bool = True) -> FakeTensorMode:
+@dataclass(frozen=True)
+class _Made:
+    """What an op makes of tensors of known kinds: a tensor, and which of them it is a view of."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    source: int | None
+
+
+KnownOps = dict[Hashable, Any]
+"""What ops make, by op, constants and kinds of tensors."""
+
+
+class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A fake tensor mode that finds sooner what it did before.
+
+    PyTorch's own memory of results compares all that can matter to any op, which takes longer than what most ops do.
+    Here it is the shapes, strides, dtypes and devices of dense tensors; ops on anything else, with side effects, or
+    with results that depend on values, are left to PyTorch.
+    """
+
+    def __init__(self, known: KnownOps, **options: Any) -> None:
+        super().__init__(**options)
+        self.cache_enabled = False
+        self._known = known
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As `FakeTensorMode.dispatch`."""
+        reads: list[FakeTensor] = []
+        key = self._key(func, args, kwargs or {}, reads)
+        if key is None:
+            return super().dispatch(func, types, args, kwargs or {})
+        found = self._known.get(key)
+        if found is None:
+            result = super().dispatch(func, types, args, kwargs or {})
+            self._remember(key, reads, result)
+            return result
+        return self._make(found, reads) if isinstance(found, _Made) else [self._make(one, reads) for one in found]
+
+    def _key(self, func: Any, args: Any, kwargs: dict[str, Any], reads: list[FakeTensor]) -> Hashable | None:
+        if not isinstance(func, OpOverload) or not _makes_by_shapes(func):
+            return None
+        constants = self._constants((*args, *kwargs.values()), reads)
+        key = (func, torch.get_default_dtype(), constants, tuple(kwargs))
+        return None if constants is None else key
+
+    def _constants(self, values: Iterable[Any], reads: list[FakeTensor]) -> Hashable | None:
+        """What of an op's arguments its result depends on, None if that is more than is compared; fills `reads`."""
+        found: list[Hashable] = []
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if type(value) is not FakeTensor or not self._is_plain(value):
+                    return None
+                reads.append(value)
+                found.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device))
+            elif isinstance(value, (list, tuple)):
+                inner = self._constants(value, reads)
+                if inner is None:
+                    return None
+                found.append(inner)
+            elif value is None or isinstance(value, _PLAIN_CONSTANTS):
+                found.append((type(value), value))
+            else:
+                return None
+        return tuple(found)
+
+    def _is_plain(self, tensor: FakeTensor) -> bool:
+        is_dense = tensor.layout is torch.strided and not tensor.dtype.is_complex and not tensor.is_neg()
+        is_known = tensor.fake_mode is self and tensor.constant is None and not tensor._has_symbolic_sizes_strides
+        return is_dense and is_known and tensor.dispatch_keys is None
+
+    def _remember(self, key: Hashable, reads: Sequence[FakeTensor], result: Any) -> None:
+        several = isinstance(result, list)
+        made = []
+        for one in result if several else [result]:
+            if type(one) is not FakeTensor or not self._is_plain(one) or any(one is read for read in reads):
+                return
+            storages = [storage_id(read) for read in reads]
+            source = storages.index(storage_id(one)) if storage_id(one) in storages else None
+            shape, stride, offset = tuple(one.shape), one.stride(), int(one.storage_offset())
+            made.append(_Made(shape, stride, offset, one.dtype, one.fake_device, source))
+        self._known[key] = made if several else made[0]
+
+    def _make(self, made: _Made, reads: Sequence[FakeTensor]) -> FakeTensor:
+        with in_kernel_invocation_manager(self):
+            elem = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+            if made.source is not None:
+                elem.set_(reads[made.source].untyped_storage(), made.offset, made.shape, made.stride)
+        return self.fake(elem, made.device)
+
+    def fake(self, elem: torch.Tensor, device: torch.device) -> FakeTensor:
+        """A fake tensor on `device` of the size, strides and dtype of a meta tensor.
+
+        As `FakeTensor(self, elem, device)` makes it, which takes several times as long for attributes that are the same
+        in all of them.
+        """
+        if device not in self._attributes:
+            self._attributes[device] = dict(vars(FakeTensor(self, elem, device)))
+        made = torch.Tensor._make_subclass(
+            FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(self._attributes[device])
+        return made
+
+
+_PLAIN_CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+@functools.cache
+def _makes_by_shapes(op: OpOverload) -> bool:
+    """Whether an op may be one whose result has a shape that follows from its arguments' alone."""
+    depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags)
+    return op.namespace in ("aten", "prims") and not op._schema.is_mutable and not depends
+
+
+def new_fake_mode(allow_value_reads: bool = True, known: KnownOps | None = None) -> QuickFakeMode:
     """A fake tensor mode with static shapes, in which real tensors that a module holds on to may occur.
 
     Without `allow_value_reads`, an op whose result depends on a tensor's values (`.item()`, `nonzero`) raises where
-    it is called instead of giving a symbol.
+    it is called instead of giving a symbol.  Modes that share `known` take less time.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes a second to import
 
     shape_env = ShapeEnv(allow_scalar_outputs=allow_value_reads, allow_dynamic_output_shape_ops=allow_value_reads)
-    return FakeTensorMode(shape_env=shape_env, static_shapes=True, allow_non_fake_inputs=True)
+    known = {} if known is None else known
+    return QuickFakeMode(known, shape_env=shape_env, static_shapes=True, allow_non_fake_inputs=True)
 
 
 def capture_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> fx.GraphModule:

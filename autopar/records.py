@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._compat import (
     FakeTensor,
-    FakeTensorMode,
+    QuickFakeMode,
     TorchDispatchMode,
     as_captured,
     device_of,
@@ -25,7 +25,7 @@ from autopar._compat import (
     sequence_number,
     values_of,
 )
-from autopar.flat_module import FlatModule
+from autopar.flat_module import FlatModule, Foretold
 from autopar.graph import GraphOutput
 from autopar.ownership import current_module
 from autopar.regions import prefixes
@@ -56,6 +56,7 @@ class Record:
         grads: the nodes of autograd's graph, as they were made: their sequence number and a number that stands for
             the kind and the constants of a user's own function.
         outputs: what the call returns and which buffers it replaces: by what, and whether that requires grad.
+        foretold: the same by its kinds; None if some op wrote to a tensor in place.
     """
 
     ops: list[int] = field(default_factory=list)
@@ -63,6 +64,7 @@ class Record:
     grads_at: list[int] = field(default_factory=list)
     grads: list[tuple[int, int]] = field(default_factory=list)
     outputs: dict[GraphOutput, tuple[Token, bool]] = field(default_factory=dict)
+    foretold: Foretold | None = None
 
     def extents(self, blocks: Iterable[str]) -> dict[str, Extent]:
         """Where each of the modules `blocks` runs, from its first op to its last; those without ops are left out."""
@@ -101,6 +103,10 @@ def record_call(
     results = [*outputs, *reassigned.values()]
     record = recorder.record
     record.outputs = {spec: (recorder.token(t), t.requires_grad) for spec, t in zip(flat.outputs, results, strict=True)}
+    if not recorder.writes:
+        assert flat.output_tree is not None
+        kinds = tuple((t.shape, t.dtype, device_of(t), t.requires_grad) for t in results)
+        record.foretold = Foretold(flat.outputs, flat.output_tree, kinds)
     nodes = _autograd_nodes([t.grad_fn for t in results if t.grad_fn is not None])
     # What comes before casts parameters.
     record.grads = [(at, recorder.number(kind)) for at, kind in nodes if at >= recorder.begin]
@@ -149,7 +155,7 @@ class KnownResults:
     with what the op reads, which nothing that is recorded depends on.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: QuickFakeMode) -> None:
         self.mode = mode
         self._found: dict[int, Any] = {}
 
@@ -161,7 +167,7 @@ class KnownResults:
         return None if found is None else self._like(*found)
 
     def _like(self, elem: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return FakeTensor(self.mode, elem, device)
+        return self.mode.fake(elem, device)
 
     def add(self, op: int, func: Any, reads: Sequence[torch.Tensor], result: Any) -> None:
         """Note what an op gave, if it would give the same again."""
@@ -182,6 +188,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record = Record()
         self.grads_at = 0  # nodes of autograd's graph when the last function was called
         self.begin = -1  # nodes of autograd's graph when the model's own code begins
+        self.writes = False  # whether an op wrote to a tensor in place
         self._flat, self._numbers = flat, numbers
         self._tokens: dict[int, Token] = {}
         self._alive: list[torch.Tensor] = []  # so that no two tensors have one id
@@ -222,6 +229,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self._begins():
             return func(*args, **kwargs)
+        self.writes = self.writes or func._schema.is_mutable
         reads: list[torch.Tensor] = []
         constants = self._constants(args, reads), self._constants(tuple(kwargs.items()), reads)
         op = self.number((func, constants, tuple(map(self._kind, reads))))

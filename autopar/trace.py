@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autopar._compat import FakeTensorMode, capture_joint, new_fake_mode
+from autopar._compat import FakeTensorMode, KnownOps, capture_joint, new_fake_mode
 from autopar.captured import has_symbol, joint_graph
 from autopar.errors import AutoparError, InputError, TraceError
-from autopar.flat_module import FlatModule
+from autopar.flat_module import FlatModule, Foretold
 from autopar.fold import find_runs, find_stacks, held_only, is_unmoved
 from autopar.graph import JointGraph
 from autopar.model_state import ModelState
@@ -109,10 +109,11 @@ class _Call:
     train: bool
     batch_dims: Mapping[str, int]
     dtype: torch.dtype | None
+    known: KnownOps = field(default_factory=dict)
 
-    def joint(self, state: ModelState) -> JointGraph:
-        """The graph of the model as it is now, whose state is `state`."""
-        captured, flat = self._capture(state, allow_value_reads=True)
+    def joint(self, state: ModelState, foretold: Foretold | None = None) -> JointGraph:
+        """The graph of the model as it is now, whose state is `state`; `foretold` if it was recorded."""
+        captured, flat = self._capture(state, allow_value_reads=True, foretold=foretold)
         joint = joint_graph(captured, flat, self.batch_dims)
         if any(has_symbol(node.meta.get("val")) for node in joint.module.graph.nodes):
             # Values of tensors became symbols.  Trace again with such reads forbidden, only to learn where they are.
@@ -120,9 +121,12 @@ class _Call:
             raise TraceError("the model's shapes or scalars depend on the values of tensors, so it is no single graph")
         return joint
 
-    def _capture(self, state: ModelState, allow_value_reads: bool) -> tuple[fx.GraphModule, FlatModule]:
+    def _capture(
+        self, state: ModelState, allow_value_reads: bool, foretold: Foretold | None = None
+    ) -> tuple[fx.GraphModule, FlatModule]:
         flat = FlatModule(self.model, state, self.signature, self.used)
-        mode = new_fake_mode(allow_value_reads)
+        flat.foretold = foretold
+        mode = new_fake_mode(allow_value_reads, self.known)
         inputs = self._fakes(state, mode)
         try:
             with self._grad_mode():
@@ -150,7 +154,7 @@ class _Call:
         stacks = find_stacks(self.model)
         if not stacks:
             return None
-        known = KnownResults(new_fake_mode())
+        known = KnownResults(new_fake_mode(known=self.known))
         numbers: dict[Hashable, int] = {}
         try:
             everything = self._record(whole, numbers, known)
@@ -159,9 +163,10 @@ class _Call:
                 return None
             with held_only(self.model, runs):
                 state = ModelState(self.model)
-                if not is_unmoved(everything, self._record(state, numbers, known), runs):
+                held = self._record(state, numbers, known)
+                if not is_unmoved(everything, held, runs):
                     return None
-                joint = self.joint(state)
+                joint = self.joint(state, held.foretold)
             joint.runs = runs
             check_unfolds(joint)
             inputs, _, tied = whole_names(joint)

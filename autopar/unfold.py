@@ -272,8 +272,7 @@ class _Writer:
             change = functools.partial(self._counterpart, index, unit)
             written = self.units[index][unit]
             for node in template:
-                new = written[node] = copy_node(self.graph, node, change)
-                new.meta = self._meta(index, unit, node)
+                written[node] = copy_node(self.graph, node, change, self._meta(index, unit, node))
 
     def _counterpart(self, index: int, unit: int, read: fx.Node) -> fx.Node:
         """What a node of `unit` reads where that of the far unit reads `read`."""
@@ -291,8 +290,8 @@ class _Writer:
         run = self.runs[index]
         units = run.units
         if node in run.near_of:
-            new = copy_node(self.graph, node, functools.partial(self._counterpart, index, units.far))
-            new.meta = self._meta(index, units.far, node)
+            change = functools.partial(self._counterpart, index, units.far)
+            new = copy_node(self.graph, node, change, self._meta(index, units.far, node))
         else:
             following = self.units[index][units.near + 1]
             new = copy_node(self.graph, node, lambda read: following.get(read) or self.held[read])

@@ -24,15 +24,16 @@ class Units:
         self.copies = range(self.near + 1, self.far)
         self._unit_of = {block: (i, q) for i, unit in enumerate(run.units) for q, block in enumerate(unit)}
         self._depths = sorted({block.count(".") + 1 for block in self._unit_of})
+        self._places: dict[str, tuple[int, int, str] | None] = {}
 
     def place(self, path: str) -> tuple[int, int, str] | None:
         """Unit, block in the unit, and the rest of a path; None for one that lies in no unit."""
-        parts = path.split(".")
-        for depth in self._depths:
-            found = self._unit_of.get(".".join(parts[:depth]))
-            if found is not None:
-                return (*found, "".join(f".{part}" for part in parts[depth:]))
-        return None
+        if path not in self._places:
+            parts = path.split(".")
+            blocks = (".".join(parts[:depth]) for depth in self._depths)
+            block = next((block for block in blocks if block in self._unit_of), None)
+            self._places[path] = None if block is None else (*self._unit_of[block], path[len(block) :])
+        return self._places[path]
 
     def unit(self, path: str) -> int | None:
         """The unit in which a path lies."""
