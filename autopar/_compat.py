@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import logging
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._C import _NodeBase
 from torch._decomp import decomposition_table, get_decompositions
 from torch._export.utils import _compiling_state_context
 from torch._functorch._aot_autograd.descriptors import (
@@ -47,6 +49,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.fx.graph import _FindNodesLookupTable, _illegal_names
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
     TreeSpec,
@@ -74,6 +77,7 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "QuickFakeMode",
+    "QuickGraph",
     "StorageInfo",
     "StridedShard",
     "TangentAOTInput",
@@ -237,6 +241,91 @@ def _makes_by_shapes(op: OpOverload) -> bool:
     """Whether an op may be one whose result has a shape that follows from its arguments' alone."""
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags)
     return op.namespace in ("aten", "prims") and not op._schema.is_mutable and not depends
+
+
+class _QuickNode(fx.Node):
+    """A node that is made without checks of its call, and whose attributes but two are set like any object's."""
+
+    def __init__(
+        self, graph: fx.Graph, name: str, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], of: Any
+    ) -> None:
+        _NodeBase.__init__(self, graph, name, op, target, of)
+        self._update_args_kwargs(args, kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("name", "op", "target"):  # by which the graph finds it
+            super().__setattr__(name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+
+class _QuickTable(_FindNodesLookupTable):
+    """Finds nodes by their targets' identity, since PyTorch works out an op's hash in Python."""
+
+    def _key(self, node: fx.Node) -> tuple[str, Any]:
+        return (node.op, id(node.target) if node.op == "call_function" else None)
+
+    def find_nodes(self, *, op: str, target: Any = None) -> list[fx.Node]:
+        if op == "call_function":
+            return list(self.table[op, id(target)])  # type: ignore[index]
+        return list(super().find_nodes(op=op, target=target))
+
+
+class QuickGraph(fx.Graph):
+    """A graph in which making a node takes a quarter of the time, and all else is as in `fx.Graph`, names included.
+
+    What is left out: the search of each call's arguments for symbolic numbers, of which a traced graph has none, and
+    the hooks of a module that owns the graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._find_nodes_lookup_table = _QuickTable()
+
+    def create_node(
+        self,
+        op: str,
+        target: Any,
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+        type_expr: Any | None = None,
+    ) -> fx.Node:
+        """As `fx.Graph.create_node`."""
+        name = self._new_name(_name_of(target) if name is None else name)
+        node = _QuickNode(self, name, op, target, args or (), kwargs or {}, type_expr)
+        self._graph_namespace._obj_to_name[node] = name
+        self._insert(node)
+        self._find_nodes_lookup_table.insert(node)
+        self._len += 1
+        return node
+
+    def _new_name(self, wanted: str) -> str:
+        """`wanted` if it is free, else its stem with the next free number, as `fx` counts."""
+        used, counts = self._graph_namespace._used_names, self._graph_namespace._base_count
+        stem, written = _stem_and_number(wanted)
+        if not stem or wanted in _illegal_names:
+            return str(self._graph_namespace.create_name(wanted, None))
+        number = counts.get(stem, 0) if written is None or wanted in used else written
+        name = wanted
+        while name in used:
+            number += 1
+            name = f"{stem}_{number}"
+        used.add(name)
+        counts[stem] = number
+        return name
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _stem_and_number(name: str) -> tuple[str, int | None]:
+    """The two parts of a node's name, such as `mm` and 3; an empty stem if it is no name."""
+    found = re.fullmatch(r"([a-zA-Z_][0-9a-zA-Z_]*?)(?:_(\d+))?", name)
+    return (found[1], None if found[2] is None else int(found[2])) if found else ("", None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _name_of(target: Any) -> str:
+    return str(fx.Graph()._target_to_str(target))
 
 
 def new_fake_mode(allow_value_reads: bool = True, known: KnownOps | None = None) -> QuickFakeMode:

@@ -150,28 +150,17 @@ def copy_node(
     """As `fx.Graph.node_copy`: `change` gives each node argument's counterpart, in the order of the arguments; `meta`
     is the copy's metadata, by default the node's."""
     args, kwargs = fx.map_arg(node.args, change), fx.map_arg(node.kwargs, change)
-    new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    return _furnish(new, args, kwargs, node.meta if meta is None else meta)
+    new = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+    new.meta.update(node.meta if meta is None else meta)
+    return new
 
 
 def add_call(graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: dict[str, Any]) -> fx.Node:
     """As `fx.Graph.call_function`, with metadata."""
-    return _furnish(graph.create_node("call_function", op), args, kwargs, meta)
-
-
-def _furnish(new: fx.Node, args: Any, kwargs: Any, meta: dict[str, Any]) -> fx.Node:
-    # `Graph.create_node` searches the arguments that it is given for symbolic numbers, which takes most of its time.
-    # A traced graph has none.
-    # (Nor does assigning go through `Node.__setattr__`, which takes the node out of a table of ops and back into it.)
-    if args:
-        _SET_ARGS(new, args)
-    if kwargs:
-        _SET_KWARGS(new, kwargs)
+    new = graph.create_node("call_function", op, args, kwargs)
     new.meta.update(meta)
     return new
 
-
-_SET_ARGS, _SET_KWARGS = fx.Node.args.fset, fx.Node.kwargs.fset  # type: ignore[attr-defined]
 
 
 def graph_fingerprint(graph: fx.Graph, extra: str = "") -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._compat import tree_leaves, tree_map
+from autopar._compat import QuickGraph, tree_leaves, tree_map
 from autopar.graph import JointGraph
 from autopar.placement import meta_value
 from autopar.program import LocalGraph, LocalProgram
@@ -45,7 +45,7 @@ def lift_program(program: LocalProgram) -> LocalProgram:
 
 
 def _lift(module: fx.GraphModule) -> fx.GraphModule:
-    graph, held = fx.Graph(), nn.Module()
+    graph, held = QuickGraph(), nn.Module()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, copies))
     for old, node in copies.items():

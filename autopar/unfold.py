@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._compat import LazyGraphModule, tree_flatten
+from autopar._compat import LazyGraphModule, QuickGraph, tree_flatten
 from autopar.captured import placeholder_name
 from autopar.errors import FoldError
 from autopar.graph import GraphInput, GraphOutput, JointGraph, Run, copy_node
@@ -202,7 +202,7 @@ class _Writer:
 
     def __init__(self, joint: JointGraph, runs: Sequence[_Correspondence]) -> None:
         self.joint, self.runs = joint, runs
-        self.graph = fx.Graph()
+        self.graph = QuickGraph()
         self.held: dict[fx.Node, fx.Node] = {}  # node of the folded graph -> its counterpart
         # For each run and unit between the near and the far one, themselves included: node of the far unit ->
         # counterpart.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._compat import LazyGraphModule
+from autopar._compat import LazyGraphModule, QuickGraph
 from autopar.factors import Factor, FactorAnalysis, may_be_padded, ranked
 from autopar.graph import JointGraph, copy_node
 from autopar.passes.one_hot import sum_of_one_hot
@@ -144,7 +144,7 @@ def cut_whole(joint: JointGraph, analysis: FactorAnalysis, plan: Plan) -> tuple[
 
 def decompose(joint: JointGraph, nodes: Iterable[fx.Node]) -> JointGraph:
     """A copy of the graph in which these nodes are taken apart; traced values are shared."""
-    graph = fx.Graph()
+    graph = QuickGraph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in joint.module.graph.nodes:
         copies[node] = copy_node(graph, node, copies.__getitem__)

@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import fx
 
-from autopar._compat import LazyGraphModule, OpOverload
+from autopar._compat import LazyGraphModule, OpOverload, QuickGraph
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind, copy_node, drop_unread
 from autopar.program import COLLECTIVE_KINDS, DeferredBackward, LocalGraph
 
@@ -52,7 +52,7 @@ def _is_linear(node: fx.Node) -> bool:
 
 def _compute(backward: LocalGraph, late: set[fx.Node], waiting: list[fx.Node]) -> LocalGraph:
     """What the backward pass does before; returns the gradients that need no reduction, then what waits for one."""
-    graph = fx.Graph()
+    graph = QuickGraph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in backward.module.graph.nodes:
         if node.op != "output" and node not in late:
@@ -68,7 +68,7 @@ def _compute(backward: LocalGraph, late: set[fx.Node], waiting: list[fx.Node]) -
 
 def _reduce(backward: LocalGraph, late: set[fx.Node], waiting: list[fx.Node]) -> LocalGraph:
     """What is left to do, from the sums of what waits to the gradients; None for those that need no reduction."""
-    graph = fx.Graph()
+    graph = QuickGraph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in waiting:
         copies[node] = graph.placeholder(node.name)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autopar._compat import LazyGraphModule
+from autopar._compat import LazyGraphModule, QuickGraph
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind, copy_node
 from autopar.placement import Sharding
 from autopar.program import LocalGraph
@@ -76,7 +76,7 @@ def _forward(
     early: list[Output],
     saved: list[fx.Node],
 ) -> LocalGraph:
-    graph = fx.Graph()
+    graph = QuickGraph()
     copies: dict[fx.Node, fx.Node] = {}
     inputs, shardings = _copy_inputs(joint, graph, specs, _FORWARD_INPUTS, copies)
     _copy_calls(graph, nodes, inside, copies)
@@ -95,7 +95,7 @@ def _backward(
     late: list[Output],
     saved: list[fx.Node],
 ) -> LocalGraph:
-    graph = fx.Graph()
+    graph = QuickGraph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in saved:
         copies[node] = graph.placeholder(node.name)

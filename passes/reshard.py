@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._compat import LazyGraphModule
+from autopar._compat import LazyGraphModule, QuickGraph
 from autopar.factors import analyse, source_of
 from autopar.graph import JointGraph, OutputKind, add_call, copy_node
 from autopar.passes.propagate import Assignment, batch_dim, batch_factor
@@ -53,7 +53,7 @@ class _Insertion:
         self.batch = batch_factor(joint, self.analysis)
         pairs = zip(joint.outputs, joint.output_values, strict=True)
         self.gradients = {n for spec, n in pairs if spec.kind is OutputKind.GRADIENT and n is not None}
-        self.graph = fx.Graph()
+        self.graph = QuickGraph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.resharded: dict[tuple[fx.Node, Sharding], fx.Node] = {}
 
