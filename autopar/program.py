@@ -119,6 +119,14 @@ COLLECTIVE_KINDS = {
 """The functional collectives that a local graph may hold."""
 
 
+_KIND_OF_ID = {id(op): kind for op, kind in COLLECTIVE_KINDS.items()}
+
+
+def collective_kind(node: fx.Node) -> str | None:
+    """The kind of collective that a node starts; None for all other nodes."""
+    return _KIND_OF_ID.get(id(node.target))  # by identity, since PyTorch works out an op's hash in Python
+
+
 def collective_axis(node: fx.Node) -> str:
     """The mesh axis of a collective node: its group argument, always the last one."""
     return str(node.args[-1])
@@ -127,7 +135,7 @@ def collective_axis(node: fx.Node) -> str:
 def collectives_of(graph: fx.Graph) -> Iterator[Collective]:
     """The collectives of one graph, in program order."""
     for node in graph.nodes:
-        kind = COLLECTIVE_KINDS.get(node.target) if node.op == "call_function" else None
+        kind = collective_kind(node)
         if kind is not None:
             yield Collective(
                 kind,

@@ -25,7 +25,7 @@ from torch import fx
 from autopar.cost_model.liveness import GRADIENT, OPTIMIZER, PARAM, Block, Liveness, owner_of, placeholders
 from autopar.cost_model.ops import tensor_bytes
 from autopar.graph import Run
-from autopar.program import COLLECTIVE_KINDS, LocalProgram
+from autopar.program import LocalProgram, collective_kind
 from autopar.regions import region_of
 from autopar.whole_plan import Split
 
@@ -86,7 +86,7 @@ class Copies:
         owners = {node.name: owner_of(spec.path) for spec, node in placeholders(program.forward)}
         found: dict[fx.Node, dict[str, float]] = {}
         for node in (n for graph in program.graphs for n in graph.module.graph.nodes):
-            if node.op != "call_function" or node.target not in COLLECTIVE_KINDS:
+            if collective_kind(node) is None:
                 continue
             buffer = node.args[0]
             if not isinstance(buffer, fx.Node) or buffer.target is not torch.ops.aten.cat.default:
@@ -121,11 +121,10 @@ WHOLE = Copies()
 """A graph that is not folded: each unit stands for itself."""
 
 
-def repeat_units(liveness: Liveness, program: LocalProgram, copies: Copies) -> None:
-    """Add to a folded program's blocks those of the units that it does not hold."""
+def repeat_units(liveness: Liveness, program: LocalProgram, copies: Copies, shares: Shares) -> None:
+    """Add to a folded program's blocks those of the units that it does not hold; `shares` are those of `copies`."""
     nodes = [n for graph in program.graphs for n in graph.module.graph.nodes if n.op != "placeholder"]
     backward = sum(n.op != "placeholder" for n in program.forward.module.graph.nodes)
-    shares = copies.shares(program)
     spans = _Spans(nodes, backward, copies)
     kept: list[tuple[int, Block]] = []
     grads: list[tuple[int, Block]] = []
@@ -205,9 +204,12 @@ class _Spans:
 
 def _moves_data(node: fx.Node) -> bool:
     """Whether a node belongs to a collective, which a schedule moves away from the unit it serves."""
-    target = node.target
-    wait = torch.ops._c10d_functional.wait_tensor.default
-    return node.op != "call_function" or target in COLLECTIVE_KINDS or target is wait or bool(node.meta.get("layout"))
+    if node.op != "call_function" or node.target is _WAIT or collective_kind(node) is not None:
+        return True
+    return bool(node.meta.get("layout"))
+
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 __all__ = ["WHOLE", "Copies", "Shares", "repeat_units"]

@@ -2,14 +2,18 @@
 
 The rewrite writes sizes only, and `aten.reshape` for every view, which copies where the strides demand it.  So the ops
 that keep or change strides are replayed on the meta device; all others give a dense result.
+
+Plans that are compared have most of their calls in common, and a deep model's layers have all: so what is known of a
+call is kept for every call of the same op on the same layouts (`Known`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -17,15 +21,49 @@ from torch import fx
 from autopar._compat import OpOverload, shares_storage
 from autopar.graph import InputKind, OutputKind
 from autopar.local_ops import drop_padding, mask_padding, pad_dim, take_chunk
+from autopar.placement import meta_value
 from autopar.program import LocalGraph, LocalProgram
 
-Layouts = Mapping[fx.Node, Any]
-"""For each node of a program its value on the meta device, or a number."""
+Fact = TypeVar("Fact")
+
+
+@dataclass(eq=False)
+class Known:
+    """What is known of all calls of one op on operands that lie alike.
+
+    Attributes:
+        value: the result on the meta device, or a number.  Results that lie alike may be one object.
+        is_view: whether it shares memory with an operand, so far as running the op on the meta device tells.
+        facts: what else was worked out of such a call (see `Layouts.keep`).
+        kept: the op, the operands' layouts and the result's value, which must live as long as they name such calls.
+    """
+
+    value: Any
+    is_view: bool
+    kept: tuple[Any, ...]
+    facts: dict[Hashable, Any] = field(default_factory=dict)
+
+
+class Layouts(dict[fx.Node, Any]):
+    """For each node of a program its value on the meta device, or a number."""
+
+    def __init__(self) -> None:
+        self.known: dict[fx.Node, Known] = {}
+
+    def keep(self, node: fx.Node, name: Hashable, work: Callable[[fx.Node], Fact]) -> Fact:
+        """What `work` gives for a call, which must depend on the op, its arguments and their layouts alone."""
+        known = self.known.get(node)
+        if known is None:
+            return work(node)
+        if name not in known.facts:
+            known.facts[name] = work(node)
+        found: Fact = known.facts[name]
+        return found
 
 
 def layouts_of(program: LocalProgram) -> Layouts:
     """Values of every node of forward and backward, seen from the first rank."""
-    layouts: dict[fx.Node, Any] = {}
+    layouts = Layouts()
     _replay(program.forward, layouts, {})
     if program.backward is not None:
         values = program.forward.module.graph.output_node().args[0]
@@ -36,29 +74,77 @@ def layouts_of(program: LocalProgram) -> Layouts:
     return layouts
 
 
-def is_view(node: fx.Node, base: fx.Node, layouts: Layouts | None) -> bool:
+def is_view(node: fx.Node, base: fx.Node, layouts: Mapping[fx.Node, Any] | None) -> bool:
     """Whether the result of a reshape-like node shares memory with `base`.
 
     Without layouts the traced strides decide, which hold for a graph in the global view.
     """
     if layouts is not None:
-        return shares_storage(layouts[node], layouts[base])
+        known = layouts.known.get(node) if isinstance(layouts, Layouts) else None
+        return shares_storage(layouts[node], layouts[base]) if known is None else known.is_view
     before, after = base.meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
     return before.dtype == after.dtype and before.is_contiguous()
 
 
-def _replay(graph: LocalGraph, layouts: dict[fx.Node, Any], saved: Mapping[str, Any]) -> None:
+def _replay(graph: LocalGraph, layouts: Layouts, saved: Mapping[str, Any]) -> None:
     specs = iter(graph.inputs)
     for node in graph.module.graph.nodes:
         if node.op == "placeholder":
             spec = next(specs)
             layouts[node] = saved[spec.path] if spec.kind is InputKind.SAVED else _dense(node.meta.get("val"))
         elif node.op == "call_function":
-            layouts[node] = _result(node, layouts)
+            layouts.known[node] = known = _known(node, layouts)
+            layouts[node] = known.value
         elif node.op != "output":
             layouts[node] = _dense(node.meta.get("val"))
+
+
+_KNOWN: dict[Hashable, Known] = {}
+_MAX_KNOWN = 1 << 16
+
+
+def _known(node: fx.Node, layouts: Layouts) -> Known:
+    """What is known of a call: what was found out of an earlier one that is like it, if there was one."""
+    inputs = node.all_input_nodes
+    operands = (*[layouts[n] for n in inputs], node.meta.get("val"))
+    while len(_PLACES) < len(inputs):
+        _PLACES.append(object())
+    places = dict(zip(inputs, _PLACES, strict=False))
+    # Layouts and values are one object for all that are alike, as long as something holds it.
+    key = (id(node.target), *map(_identity, operands), _frozen(node.args, places), _frozen(node.kwargs, places))
+    known = _KNOWN.get(key)
+    if known is None:
+        if len(_KNOWN) >= _MAX_KNOWN:
+            _KNOWN.clear()
+        value = _result(node, layouts)
+        tensors = [t for t in operands[:-1] if isinstance(t, torch.Tensor)]
+        is_view = isinstance(value, torch.Tensor) and any(shares_storage(value, t) for t in tensors)
+        known = _KNOWN[key] = Known(value, is_view, (node.target, *operands))
+    return known
+
+
+def _identity(value: Any) -> Hashable:
+    return tuple(map(_identity, value)) if isinstance(value, tuple) else id(value)
+
+
+_PLACES: list[Hashable] = []
+"""What stands in a key for a call's first operand, its second, and so on."""
+
+
+def _frozen(argument: Any, places: Mapping[fx.Node, Hashable]) -> Hashable:
+    """An argument as a key."""
+    if isinstance(argument, fx.Node):
+        return places[argument]
+    if isinstance(argument, (tuple, list)):
+        return tuple([_frozen(a, places) for a in argument])
+    if isinstance(argument, dict):
+        return tuple([(name, _frozen(a, places)) for name, a in argument.items()])
+    if isinstance(argument, slice):
+        return ("slice", *[_frozen(a, places) for a in (argument.start, argument.stop, argument.step)])
+    frozen: Hashable = argument
+    return frozen
 
 
 def _result(node: fx.Node, layouts: Layouts) -> Any:
@@ -150,7 +236,7 @@ def _run(node: fx.Node, layouts: Layouts) -> Any:
 
 def _dense(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return meta_value(tuple(value.shape), value.dtype)
     return tuple(_dense(v) for v in value) if isinstance(value, (tuple, list)) else value
 
 

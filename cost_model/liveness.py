@@ -15,7 +15,6 @@ What lives how long:
 
 from __future__ import annotations
 
-import itertools
 import operator
 import sys
 from collections import Counter
@@ -23,16 +22,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, Union
 
+import numpy as np
 import torch
 from torch import fx
 
-from autopar._compat import OpOverload
 from autopar.cost_model.fusion import FusedOp, fuse
 from autopar.cost_model.layout import Layouts
 from autopar.cost_model.ops import aliased_input, tensor_bytes
 from autopar.cost_model.workspaces import workspace_bytes
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
-from autopar.program import COLLECTIVE_KINDS, LocalGraph, LocalProgram
+from autopar.program import LocalGraph, LocalProgram, collective_kind
 
 PARAM, GRADIENT, OPTIMIZER, ACTIVATION, TEMPORARY = "params", "grads", "optimizer", "activations", "temporaries"
 """Kinds of blocks, by their names in `MemoryParts`."""
@@ -109,17 +108,18 @@ class Liveness:
         before = {id(b): b for b in self._returned if b.last < _ALWAYS}.values()
         self.blocks += [*sums, *(Block(b.num_bytes, 0, forward, ACTIVATION, b.module) for b in before)]
 
-    def live_bytes(self) -> list[dict[str, int]]:
-        """Bytes alive in each step, by kind of block."""
+    def live_bytes(self) -> dict[str, np.ndarray]:
+        """For each kind of block the bytes alive in each step."""
         num_steps = len(self.steps)
-        changes: list[dict[str, int]] = [dict.fromkeys(_KINDS, 0) for _ in range(num_steps + 1)]
-        for block in self.blocks:
-            changes[block.born][block.kind] += block.num_bytes
-            changes[min(block.last, num_steps - 1) + 1][block.kind] -= block.num_bytes
-        for before, change in itertools.pairwise(changes):
-            for kind in _KINDS:
-                change[kind] += before[kind]
-        return changes[:num_steps]
+        live = {}
+        for kind in _KINDS:
+            changes = np.zeros(num_steps + 1, dtype=np.int64)
+            blocks = [block for block in self.blocks if block.kind == kind]
+            sizes = np.array([block.num_bytes for block in blocks], dtype=np.int64)
+            np.add.at(changes, [block.born for block in blocks], sizes)
+            np.subtract.at(changes, [min(block.last, num_steps - 1) + 1 for block in blocks], sizes)
+            live[kind] = np.cumsum(changes)[:num_steps]
+        return live
 
     def live_at(self, step: int) -> Counter[tuple[str, str]]:
         """Bytes alive in one step, by module and kind."""
@@ -177,8 +177,13 @@ class Liveness:
             self.steps.append(f"{name}:{node.name}")
             values[node] = self._run_node(node, now, values)
             for used in node.all_input_nodes:
-                self._use(values[used], now)
-                self._use(self._in_flight.get(used, ()), now)
+                value = values[used]
+                if type(value) is Block:  # nearly always
+                    value.last = max(value.last, now)
+                elif value is not None:
+                    self._use(value, now)
+                if used in self._in_flight:
+                    self._use(self._in_flight[used], now)
 
     def _run_node(self, node: fx.Node, now: int, values: Mapping[fx.Node, Blocks]) -> Blocks:
         """Blocks of a node's result: its base's if it is a view, new ones otherwise."""
@@ -193,7 +198,7 @@ class Liveness:
             return self._constants[name]
         if workspace := workspace_bytes(node, self.layouts, self.device_kind):
             self._add(workspace, now, module)
-        kind = COLLECTIVE_KINDS.get(node.target) if isinstance(node.target, OpOverload) else None
+        kind = collective_kind(node)
         if kind is not None and kind != "all_reduce":
             self._in_flight[node] = self._busy_until_waited_for(node, kind, now, values)
         base = aliased_input(node, self.layouts)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from autopar.cluster import Cluster
-from autopar.cost_model.folded import WHOLE, Copies, repeat_units
+from autopar.cost_model.folded import WHOLE, Copies, Shares, repeat_units
 from autopar.cost_model.layout import Layouts, layouts_of
 from autopar.cost_model.liveness import (
     ACTIVATION,
@@ -129,12 +130,14 @@ def memory_profile(
     accumulate: int = 1,
     fused: bool = False,
     copies: Copies = WHOLE,
+    shares: Shares | None = None,
 ) -> MemoryProfile:
     """Peak memory of one rank over forward, backward and optimizer step, with where it comes from.
 
     `layouts` are the program's, if they were worked out before.  With `accumulate` micro-steps to one step of the
     optimizer, it is the last of them that is profiled: the gradients of the earlier ones are alive throughout.  `fused`
-    is for compiled graphs, and `copies` say how many units each unit of a folded program stands for.
+    is for compiled graphs, and `copies` say how many units each unit of a folded program stands for, with
+    their `shares` if they were worked out before.
 
     Raises:
         InputError: if the optimizer is not known and cannot be measured.
@@ -147,22 +150,18 @@ def memory_profile(
     if trained := _trained(program):
         _add_optimizer(liveness, trained, find_optimizer(optimizer), copies)
     if copies.units:
-        repeat_units(liveness, program, copies)
+        repeat_units(liveness, program, copies, copies.shares(program) if shares is None else shares)
     fixed, share = _reserve(program, cluster)
-    parts = [
-        MemoryParts(**moment, reserve=fixed + int(share * (moment[ACTIVATION] + moment[TEMPORARY])))
-        for moment in liveness.live_bytes()
-    ]
-    totals = [part.total for part in parts]
-    peak = totals.index(max(totals))
+    live = liveness.live_bytes()
+    reserves = fixed + (share * (live[ACTIVATION] + live[TEMPORARY])).astype(np.int64)
+    totals = sum(live.values(), reserves)
+    peak, last = int(totals.argmax()), len(totals) - 1
     end = max((i for i, step in enumerate(liveness.steps) if step.startswith("forward:")), default=0)
     return MemoryProfile(
-        parts[peak],
+        MemoryParts(**{kind: int(sizes[peak]) for kind, sizes in live.items()}, reserve=int(reserves[peak])),
         liveness.steps[peak],
-        tuple(zip(liveness.steps, totals, strict=True)),
-        _by_module(liveness, peak, parts[peak].reserve),
-        _by_module(liveness, end, parts[end].reserve),
-        _by_module(liveness, len(parts) - 1, parts[-1].reserve),
+        tuple(zip(liveness.steps, totals.tolist(), strict=True)),
+        *(_by_module(liveness, step, int(reserves[step])) for step in (peak, end, last)),
     )
 
 

@@ -40,6 +40,17 @@ def aliased_input(node: fx.Node, layouts: Layouts | None = None) -> fx.Node | No
     """
     if node.op != "call_function":
         return None
+    if layouts is None:
+        return _aliased_input(node, None)
+    place = layouts.keep(node, "aliased", lambda node: _place_of(node, _aliased_input(node, layouts)))
+    return None if place is None else node.all_input_nodes[place]
+
+
+def _place_of(node: fx.Node, operand: fx.Node | None) -> int | None:
+    return None if operand is None else node.all_input_nodes.index(operand)
+
+
+def _aliased_input(node: fx.Node, layouts: Layouts | None) -> fx.Node | None:
     name = op_name(node)
     if name in _SHARING_OPS or node.target in _SHARING_FUNCTIONS:
         return _as_node(node.args[0])
@@ -61,7 +72,13 @@ def aliased_input(node: fx.Node, layouts: Layouts | None = None) -> fx.Node | No
 def is_free(node: fx.Node, layouts: Layouts | None = None) -> bool:
     """Whether a node does no work of its own: inputs and outputs, views, arithmetic on sizes and ranks, allocation
     without filling, and collectives, which `autopar.cost_model.collectives` prices."""
-    if node.op != "call_function" or node.target in COLLECTIVE_KINDS or op_name(node) in _ALLOCATIONS:
+    if node.op != "call_function":
+        return True
+    return _is_free(node, None) if layouts is None else layouts.keep(node, "free", lambda n: _is_free(n, layouts))
+
+
+def _is_free(node: fx.Node, layouts: Layouts | None) -> bool:
+    if node.target in COLLECTIVE_KINDS or op_name(node) in _ALLOCATIONS:
         return True
     if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
         return False
@@ -92,6 +109,12 @@ def node_bytes(node: fx.Node, layouts: Layouts | None = None) -> int:
     """
     if is_free(node, layouts):
         return 0
+    if layouts is None:
+        return _node_bytes(node, None)
+    return layouts.keep(node, "moved", lambda node: _node_bytes(node, layouts))
+
+
+def _node_bytes(node: fx.Node, layouts: Layouts | None) -> int:
     times, read = moved_parts(node)
     inputs = (n.meta.get("val") if layouts is None else layouts[n] for n in read)
     return times * tensor_bytes(node.meta.get("val")) + sum(map(_read_bytes, inputs))
@@ -118,7 +141,11 @@ def op_time(
         return 0.0
     moved = node_bytes(node, layouts) if moved_bytes is None else moved_bytes
     launch_s = 0.0 if device.is_queued else device.kernel_launch_s
-    busy_s = max(compute_time(node, device, allow_tf32), moved / device.memory_bandwidth_bytes_s)
+    if layouts is None:
+        computing_s = compute_time(node, device, allow_tf32)
+    else:
+        computing_s = layouts.keep(node, (device, allow_tf32), lambda node: compute_time(node, device, allow_tf32))
+    busy_s = max(computing_s, moved / device.memory_bandwidth_bytes_s)
     return busy_s + device.kernel_start_s + launch_s
 
 

@@ -118,16 +118,19 @@ def simulate(
     optimizer = find_optimizer(optimizer)
     links = {axis: axis_link(cluster, program.mesh, axis) for axis in program.mesh.names}
     layouts = layouts_of(program)
-    shares = {node.name: modules for node, modules in copies.shares(program).items()}
+    parts = copies.shares(program)
+    shares = {node.name: modules for node, modules in parts.items()}
+    collectives = [list(collectives_of(graph.module.graph)) for graph in program.graphs]
     defers = defer and accumulate > 1
     once = [collectives_once(g, g is program.backward) if defers else frozenset[str]() for g in program.graphs]
 
     def run(skipped: Sequence[frozenset[str]]) -> _Clock:
         clock = _Clock(program, cluster, links, layouts, shares, allow_tf32, fused)
         priced_s = []
-        for graph, names in zip(program.graphs, skipped, strict=True):
-            clock.run(graph.module.graph, names)
-            priced_s += [_price(c, program, links) for c in collectives_of(graph.module.graph) if c.node not in names]
+        for graph, found, names in zip(program.graphs, collectives, skipped, strict=True):
+            working = {c.node: c for c in found if c.node not in names}
+            clock.run(graph.module.graph, working)
+            priced_s += [_price(c, program, links) for c in working.values()]
         total_s = math.fsum(priced_s)
         assert math.isclose(clock.collective_s, total_s, rel_tol=1e-9), "the price is not that of the collectives"
         return clock
@@ -137,11 +140,11 @@ def simulate(
     rest = at_rest(program, optimizer, copies)
     # Adding a gradient to the sum of earlier ones reads both and writes one.
     bytes_moved = optimizer_bytes(rest) + 3 * rest.trained * (accumulate - 1)
-    profile = memory_profile(program, cluster, optimizer, layouts, accumulate, fused, copies)
+    profile = memory_profile(program, cluster, optimizer, layouts, accumulate, fused, copies, parts)
     collective_bytes: dict[str, float] = {}
     busy_s: dict[str, float] = {}
-    for graph, names in zip(program.graphs, once, strict=True):
-        for c in collectives_of(graph.module.graph):
+    for found, names in zip(collectives, once, strict=True):
+        for c in found:
             number = copies.weight(shares.get(c.node, {c.module: 1})) * (1 if c.node in names else accumulate)
             kind = f"{c.kind}@{c.axis}"
             collective_bytes[kind] = collective_bytes.get(kind, 0) + c.num_bytes * number
@@ -223,9 +226,9 @@ class _Clock:
         for module, spent in other.by_module.items():
             self._of(module).add(spent, times)
 
-    def run(self, graph: fx.Graph, skipped: frozenset[str] = frozenset()) -> None:
-        """Advance by one graph; collectives that nobody waits for end with it, and skipped ones take no time."""
-        by_name = {c.node: c for c in collectives_of(graph) if c.node not in skipped}
+    def run(self, graph: fx.Graph, by_name: Mapping[str, Collective]) -> None:
+        """Advance by one graph; collectives that nobody waits for end with it, and those that are not among `by_name`
+        take no time."""
         kernels = fuse(graph, self.layouts) if self.fused else {}
         running: dict[fx.Node, str] = {}
         for node in graph.nodes:

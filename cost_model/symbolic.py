@@ -10,7 +10,7 @@ not the quotient (an uneven cut, a layout that the lowering makes), the product 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from torch import fx
 from autopar.cluster import Cluster, axis_link
 from autopar.cost_model.collectives import PHASES, Line, collective_lines
 from autopar.cost_model.fusion import FusedOp, fuse
-from autopar.cost_model.layout import layouts_of
+from autopar.cost_model.layout import Layouts, layouts_of
 from autopar.cost_model.memory import at_rest
 from autopar.cost_model.ops import (
     aliased_input,
@@ -176,7 +176,7 @@ class _Counts:
                 yield from self._bytes(node)
 
 
-def saved_blocks(program: LocalProgram, layouts: Mapping[fx.Node, object]) -> list[fx.Node]:
+def saved_blocks(program: LocalProgram, layouts: Layouts) -> list[fx.Node]:
     """The nodes of the forward graph in whose memory the saved values lie; no inputs."""
     values = program.forward.module.graph.output_node().args[0]
     assert isinstance(values, (tuple, list))

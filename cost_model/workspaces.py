@@ -22,6 +22,11 @@ from autopar.local_ops import HASHED_AT_ONCE
 
 def workspace_bytes(node: fx.Node, layouts: Layouts, device_kind: str) -> int:
     """Bytes that a node takes while it runs, on a device of the kind `cuda` or `cpu`."""
+    key = (device_kind, torch.get_num_threads())
+    return layouts.keep(node, key, lambda node: _workspace_bytes(node, layouts, device_kind))
+
+
+def _workspace_bytes(node: fx.Node, layouts: Layouts, device_kind: str) -> int:
     name = op_name(node)
     if not name:
         return 0

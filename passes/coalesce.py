@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.program import COLLECTIVE_KINDS
+from autopar.program import COLLECTIVE_KINDS, collective_kind
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -42,7 +42,7 @@ def coalesce(module: fx.GraphModule) -> fx.GraphModule:
     """
     graph = module.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
-    collectives = [n for n in graph.nodes if n.op == "call_function" and COLLECTIVE_KINDS.get(n.target) in _KINDS]
+    collectives = [n for n in graph.nodes if collective_kind(n) in _KINDS]
     largest: dict[tuple[str, bool], int] = {}
     for node in collectives:
         group = (COLLECTIVE_KINDS[node.target], node.meta["backward"])
@@ -97,7 +97,7 @@ class _Bucket:
             return False
         if self.early or self.reader is None or order[node] < order[self.reader]:
             return True
-        computes = not self.reader.meta.get("layout") and self.reader.target not in COLLECTIVE_KINDS
+        computes = not self.reader.meta.get("layout") and collective_kind(self.reader) is None
         return computes and all(order[value] < order[self.reader] for value in node.all_input_nodes)
 
     def add(self, node: fx.Node, order: dict[fx.Node, int]) -> None:
@@ -138,7 +138,7 @@ def layout_after(value: fx.Node) -> set[fx.Node]:
 
 
 def _starts_collective(step: fx.Node) -> bool:
-    return any(u.target in COLLECTIVE_KINDS or (u.meta.get("layout") and _starts_collective(u)) for u in step.users)
+    return any(collective_kind(u) or (u.meta.get("layout") and _starts_collective(u)) for u in step.users)
 
 
 def layout_before(collective: fx.Node) -> set[fx.Node] | None:

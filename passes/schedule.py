@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.passes import coalesce
 from autopar.passes.coalesce import WAIT, layout_after, layout_before, wait_of
-from autopar.program import COLLECTIVE_KINDS
+from autopar.program import collective_kind
 
 
 def sink_waits(module: fx.GraphModule) -> fx.GraphModule:
@@ -94,4 +94,4 @@ def _read_by(reduction: fx.Node, output: fx.Node, order: dict[fx.Node, int]) -> 
 
 
 def _collectives(graph: fx.Graph, *kinds: str) -> Sequence[fx.Node]:
-    return [n for n in graph.nodes if n.op == "call_function" and COLLECTIVE_KINDS.get(n.target) in kinds]
+    return [n for n in graph.nodes if collective_kind(n) in kinds]

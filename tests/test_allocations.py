@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar._compat import allocator_events, tree_leaves
 from autopar.cost_model.allocations import AllocationTracker
+from autopar.cost_model.layout import Layouts
 from autopar.cost_model.workspaces import workspace_bytes
 
 aten = torch.ops.aten
@@ -130,7 +131,7 @@ def test_what_an_op_takes_inside(name: str) -> None:
     kept = sum(t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, torch.Tensor))
     measured = max(accumulate(events)) - kept
     graph = fx.Graph()
-    layouts: dict[fx.Node, Any] = {}
+    layouts = Layouts()
 
     def placeholder(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
