@@ -21,6 +21,7 @@ from autopar.cost_model.symbolic import symbolic_cost
 from autopar.errors import FoldError, InfeasibleBudgetError, InputError, MeshError
 from autopar.graph import JointGraph
 from autopar.infeasible import infeasible
+from autopar.layout_search import Price, Priced
 from autopar.normalise import normalise
 from autopar.passes.pipeline import rewrite
 from autopar.plan import Plan
@@ -33,7 +34,7 @@ from autopar.precision import compute_dtype
 from autopar.program import LocalProgram
 from autopar.progress import Say, silent
 from autopar.randomness import replace_random_ops
-from autopar.search import AUTO, Priced, search
+from autopar.search import AUTO, Search
 from autopar.signature import flatten_inputs
 from autopar.strategies import STRATEGIES
 from autopar.trace import trace
@@ -74,7 +75,7 @@ class Compiler:
     say: Say = silent
     _traced: tuple[object, JointGraph] | None = field(default=None, repr=False)
     _whole: tuple[JointGraph, JointGraph] | None = field(default=None, repr=False)
-    _priced: tuple[JointGraph, list[Priced]] | None = field(default=None, repr=False)
+    _priced: tuple[JointGraph, list[Priced], Search] | None = field(default=None, repr=False)
     _warned: set[str] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
@@ -167,23 +168,33 @@ class Compiler:
         return plan
 
     def plan_within(self, joint: JointGraph, budget: int) -> Plan:
-        """`plan` for a budget in bytes; the candidates are simulated once for all budgets.
+        """`plan` for a budget in bytes; what was simulated for one budget is not simulated again for another.
 
         Of a graph that was unfolded the folded one is searched, and the whole one has the last word on what fits.
         """
+        is_whole = self._planned_on(joint) is joint
+        limit = budget  # of the folded graph's price
+        while limit > 0:
+            priced = self.candidates(joint, limit)
+            fitting = [p for p in priced if p.simulation.memory.total <= limit]
+            if not fitting:
+                break
+            best = min(fitting, key=lambda p: (p.simulation.step_time_s, p.simulation.memory.total))
+            if is_whole:
+                return self._report(joint, rewrite(joint, best.plan, check=False), best, priced, budget)
+            program, exact = self._priced_whole(joint, best)
+            excess = exact.simulation.memory.total - budget
+            if excess <= 0:
+                return self._report(joint, program, exact, [exact, *(p for p in priced if p is not best)], budget)
+            limit = best.simulation.memory.total - excess
         priced = self.candidates(joint)
-        by_time = sorted(priced, key=lambda p: (p.simulation.step_time_s, p.simulation.memory.total))
-        if self._planned_on(joint) is joint:
-            best = next((p for p in by_time if p.simulation.memory.total <= budget), None)
-            if best is None:
-                raise self._infeasible(joint, priced, budget)
-            return self._report(joint, rewrite(joint, best.plan, check=False), best, priced, budget)
-        smallest = min(priced, key=lambda p: p.simulation.memory.total)
-        for best in (*(p for p in by_time if p.simulation.memory.total <= budget), smallest):
+        best = min(priced, key=lambda p: p.simulation.memory.total)
+        if not is_whole:
             program, exact = self._priced_whole(joint, best)
             if exact.simulation.memory.total <= budget:
                 return self._report(joint, program, exact, [exact, *(p for p in priced if p is not best)], budget)
-        raise self._infeasible(joint, [exact], budget)
+            priced = [exact]
+        raise self._infeasible(joint, priced, budget)
 
     def _priced_whole(self, joint: JointGraph, priced: Priced) -> tuple[LocalProgram, Priced]:
         """A plan of the folded graph as that of the whole one: its program, and what that costs."""
@@ -192,39 +203,50 @@ class Compiler:
         program = rewrite(joint, plan, check=False)
         return program, Priced(plan, self._run(program, self.optimizer, WHOLE))
 
-    def candidates(self, joint: JointGraph) -> list[Priced]:
-        """Every strategy that is asked for and can use the mesh, simulated; with `auto`, also the plans of the search;
-        those of the last graph are kept.  Of a graph that was unfolded they are plans of the folded one.
+    def candidates(self, joint: JointGraph, budget: int | None = None) -> list[Priced]:
+        """Every strategy that is asked for and can use the mesh, simulated; with `auto`, also the plans of the search:
+        all, or with a budget in bytes those among which its best plan is.  Those of the last graph are kept.  Of a
+        graph that was unfolded they are plans of the folded one.
 
         Raises:
             MeshError: if the one strategy that is asked for cannot use the mesh.
         """
         joint = self._planned_on(joint)
-        if self._priced is None or self._priced[0] is not joint:
-            names = STRATEGIES if self.strategy == AUTO else (self.strategy,)
-            priced = []
-            known: dict[object, Simulation] = {}
+        with _collector_paused():
+            if self._priced is None or self._priced[0] is not joint:
+                price = self._remembering(joint)
+                search = Search(joint, self.sizes, self.cluster.ranks_per_node, price)
+                self._priced = (joint, self._named(joint, price), search)
+            _, named, search = self._priced
+            if self.strategy != AUTO:
+                return named
+            return [*named, *(search.everything() if budget is None else search.within(budget, named))]
 
-            def price(plan: Plan, splits: tuple[Split, ...]) -> Simulation:
-                key = (plan.mesh, plan.factors, tuple(plan.storage.items()), tuple(sorted(plan.recompute.items())))
-                if (key, plan.delay_reduction, splits) not in known:
-                    self.say(f"searching: {len(known)} plans simulated")
-                    known[key, plan.delay_reduction, splits] = self._simulate(joint, plan, splits)
-                return known[key, plan.delay_reduction, splits]
+    def _named(self, joint: JointGraph, price: Price) -> list[Priced]:
+        priced, splits = [], even_splits(joint.runs)
+        for name in STRATEGIES if self.strategy == AUTO else (self.strategy,):
+            try:
+                plan = plan_named(name, joint, self.sizes, self.cluster.ranks_per_node)
+            except MeshError:
+                if self.strategy != AUTO:
+                    raise
+            else:
+                priced.append(Priced(plan, price(plan, splits), splits))
+        return priced
 
-            with _collector_paused():
-                for name in names:
-                    try:
-                        plan = plan_named(name, joint, self.sizes, self.cluster.ranks_per_node)
-                        splits = even_splits(joint.runs)
-                        priced.append(Priced(plan, price(plan, splits), splits))
-                    except MeshError:
-                        if self.strategy != AUTO:
-                            raise
-                if self.strategy == AUTO:
-                    priced += search(joint, self.sizes, self.cluster.ranks_per_node, price)
-            self._priced = (joint, priced)
-        return self._priced[1]
+    def _remembering(self, joint: JointGraph) -> Price:
+        """Simulates equal plans of a graph once."""
+        known: dict[object, Simulation] = {}
+
+        def price(plan: Plan, splits: tuple[Split, ...]) -> Simulation:
+            rests, recomputes = tuple(plan.storage.items()), tuple(sorted(plan.recompute.items()))
+            key = (plan.mesh, plan.factors, rests, recomputes, plan.delay_reduction, splits)
+            if key not in known:
+                self.say(f"searching: {len(known)} plans simulated")
+                known[key] = self._simulate(joint, plan, splits)
+            return known[key]
+
+        return price
 
     def price(self, joint: JointGraph, plan: Plan) -> Priced:
         """Rewrite and simulate one plan."""

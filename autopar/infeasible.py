@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from autopar.cost_model.simulate import Simulation
 from autopar.errors import InfeasibleBudgetError
+from autopar.layout_search import Priced
 from autopar.plan import MemoryParts
-from autopar.search import Priced
 from autopar.show import format_bytes
 
 GIB = 2**30

@@ -11,9 +11,10 @@ from autopar.describe import describe_params
 from autopar.explain import CHOSEN
 from autopar.factors import analyse
 from autopar.graph import JointGraph, Run
+from autopar.layout_search import Priced
 from autopar.plan import Candidate, ModuleCost, PlanReport
 from autopar.program import LocalProgram
-from autopar.search import AUTO, Priced
+from autopar.search import AUTO
 from autopar.show import build_rows, format_bytes, format_time
 from autopar.whole_plan import copies_of
 

@@ -37,13 +37,13 @@ from typing import Any
 import torch
 
 from autopar.api import split_call
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, budget_bytes
 from autopar.compiler import Compiler
+from autopar.layout_search import OPTIONS
 from autopar.layouts import find_layouts
 from autopar.mesh import parse_shape
 from autopar.models import find_model
 from autopar.regions import find_regions
-from autopar.search import OPTIONS
 from autopar.trace import trace
 
 GIB = 2**30
@@ -72,7 +72,7 @@ def plan_once(args: argparse.Namespace) -> dict[str, Any]:
     whole = compiler.trace(inputs, kwargs, train=True)
     joint = compiler.trace(inputs, kwargs, train=True, whole=False)  # kept from before
     traced = time.perf_counter()
-    candidates = compiler.candidates(joint)
+    candidates = compiler.candidates(joint, budget_bytes(args.mem_gb, cluster))
     searched = time.perf_counter()
     plan = compiler.plan(whole)
     done, cpu_s = time.perf_counter(), time.process_time() - cpu

@@ -21,6 +21,7 @@ from autopar.compiler import Compiler
 from autopar.cost_model.simulate import Simulation
 from autopar.errors import InfeasibleBudgetError, PlanError
 from autopar.graph import JointGraph
+from autopar.layout_search import OPTIONS, LayoutSearch
 from autopar.layouts import MODES, find_layouts, storages
 from autopar.mesh import parse_shape
 from autopar.passes import coalesce
@@ -28,7 +29,6 @@ from autopar.plan import RECOMPUTE_LEVELS, Plan
 from autopar.plan_file import load_plan, save_plan
 from autopar.planner import plan_named
 from autopar.regions import find_regions, region_of
-from autopar.search import OPTIONS, _LayoutSearch
 from autopar.strategies import STRATEGIES
 from autopar.whole_plan import Split
 from tests.programs import Subject, subject
@@ -190,7 +190,7 @@ def test_the_searched_plans_compute_what_a_single_device_does(tiny: Subject, siz
     """Of each layout a plan with all options mixed over the regions, and one that is the same everywhere."""
     draw, used = random.Random(len(sizes)), set()
     for i, layout in enumerate(find_layouts(tiny.joint, sizes, sizes[-1])):
-        space = _LayoutSearch(tiny.joint, layout, lambda *_: pytest.fail("nothing is priced here"))
+        space = LayoutSearch(tiny.joint, layout, lambda *_: pytest.fail("nothing is priced here"))
         uniform = dict.fromkeys(space.regions, OPTIONS[i % len(OPTIONS)])
         mixed = {region: draw.choice(OPTIONS) for region in space.regions}
         for options in (uniform, mixed):

@@ -20,12 +20,12 @@ from autopar.cost_model.memory import at_rest
 from autopar.cost_model.optimizers import Extent, Footprint, OptimizerLike, OptimizerMemory, Slot
 from autopar.errors import InfeasibleBudgetError
 from autopar.graph import JointGraph
+from autopar.layout_search import Priced
 from autopar.passes.pipeline import rewrite
 from autopar.placement import is_sharded
 from autopar.plan import Plan
 from autopar.planner import plan_named
 from autopar.program import LocalProgram
-from autopar.search import Priced
 from tests.tiny_models import TinyGpt
 
 GIB = 2**30

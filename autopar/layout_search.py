@@ -1,0 +1,272 @@
+"""The search within one layout: an option for each part of the model, by an exact solve from uniform plans."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.cost_model.simulate import Simulation
+from autopar.graph import JointGraph
+from autopar.layouts import MODES, Layout, storages
+from autopar.plan import RECOMPUTE_LEVELS, Plan
+from autopar.regions import find_regions, region_of
+from autopar.solver import Choice, OptionCost, Problem, enumerated, peak, smallest, solve, step_time
+from autopar.whole_plan import Split, even_splits
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan and what the simulator says of its program."""
+
+    plan: Plan
+    simulation: Simulation
+    splits: tuple[Split, ...] = ()
+    """Of a plan of a folded graph: how many units do as each run's inner ones."""
+
+
+Price = Callable[[Plan, tuple[Split, ...]], Simulation]
+"""Prices a plan of a graph; if that is folded, with how many units do as each run's inner ones."""
+
+NUM_LIMITS = 24
+"""Memory limits between the smallest and the largest peak of a layout for which the solve is made."""
+
+MAX_CHOICES = 400
+"""Up to so many choices in a layout are all looked at."""
+
+SLACK = 0.02
+"""By how much an estimated time may be off."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is decided for a region: how its parameters rest, and what it recomputes."""
+
+    mode: str
+    level: str | None
+
+
+OPTIONS = tuple(Option(mode, level) for mode in MODES for level in (None, *RECOMPUTE_LEVELS))
+BASE = Option("regathered", None)
+
+
+Chosen = tuple[dict[str, Option], tuple[Split, ...]]
+"""An option for each part, and how many units do as each run's inner ones."""
+
+
+@dataclass(eq=False)
+class LayoutSearch:
+    """The search within one layout.
+
+    What takes one option is a *part*: a region, or in a folded graph a held unit with the regions in it.
+    """
+
+    joint: JointGraph
+    layout: Layout
+    price: Price
+    priced: dict[object, Priced] = field(default_factory=dict)
+    chosen: dict[object, Chosen] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        trains = self.joint.trains
+        self.choosable = OPTIONS if trains else tuple(o for o in OPTIONS if o.level is None and o.mode != "kept")
+        self.regions = find_regions(self.joint)
+        self.part_of = {region: region for region in self.regions}
+        units = (run.units[held] for run in self.joint.runs for held in run.held)
+        self.part_of.update((block, unit[0]) for unit in units for block in unit if block in self.part_of)
+        self.parts = tuple(dict.fromkeys(self.part_of.values()))
+        self.storage = storages(self.joint, self.layout)
+        self.splits = even_splits(self.joint.runs)
+        self.num_units: dict[str, int] = {}  # those that each inner part stands for when they are split evenly
+        for run, split in zip(self.joint.runs, self.splits, strict=True):
+            self.num_units.update(zip((run.units[held][0] for held in run.held[1:3]), split, strict=True))
+
+    # -- from options to plans and their simulations
+
+    def plan(self, options: Mapping[str, Option]) -> Plan:
+        """The plan that gives each part its option."""
+        storage = {path: modes[options[self._owner(path)].mode] for path, modes in self.storage.items()}
+        levels = {region: options[part].level for region, part in self.part_of.items()}
+        return self.layout.plan(storage, {region: level for region, level in levels.items() if level is not None})
+
+    def _owner(self, path: str) -> str:
+        return self._part(path.rpartition(".")[0])
+
+    def _part(self, module: str) -> str:
+        return self.part_of[region_of(module, self.part_of) or ""]
+
+    def run(self, options: Mapping[str, Option], splits: tuple[Split, ...] | None = None) -> Simulation:
+        """Simulate a choice; equal plans once."""
+        plan, splits = self.plan(options), splits or self.splits
+        key = (tuple(plan.storage.items()), tuple(sorted(plan.recompute.items())), splits)
+        if key not in self.priced:
+            self.priced[key] = Priced(plan, self.price(plan, splits), splits)
+            self.chosen[key] = dict(options), splits
+        return self.priced[key].simulation
+
+    def run_all(self) -> None:
+        """Simulate every choice."""
+        for options in itertools.product(self.choosable, repeat=len(self.parts)):
+            self.run(dict(zip(self.parts, options, strict=True)))
+
+    def simulate(self, option: Option) -> Simulation:
+        """The same option everywhere."""
+        return self.run(dict.fromkeys(self.parts, option))
+
+    # -- the solve
+
+    def bound_s(self) -> float:
+        """What no plan is estimated to undercut, from fewer simulations than the solve takes: each part's least time
+        with nothing recomputed."""
+        modes = dict.fromkeys(option.mode for option in self.choosable)
+        shares = [self._shares(Option(mode, None)) for mode in modes]
+        times = (self.num_units.get(part, 1) * min(share[part].time_s for share in shares) for part in self.parts)
+        return self._unowned_s() + sum(times)
+
+    def proposals(self, limit: float = math.inf) -> Iterator[tuple[float, float, Chosen]]:
+        """The best choices within rising limits of memory, from the last limit that is at most `limit` bytes to the
+        first: each with its estimated time and peak, so that times rise."""
+        classes, problem = self._problem
+        for choice in _worth_trying(problem, limit):
+            chosen = self._assign(classes, choice, problem)
+            if chosen is not None:
+                yield step_time(problem, choice) + self._unowned_s(), peak(problem, choice), chosen
+
+    @cached_property
+    def _problem(self) -> tuple[list[list[_Member]], Problem]:
+        costs = self._costs()
+        classes = self._classes(costs)
+        return classes, Problem(tuple(map(len, classes)), tuple(tuple(costs[c[0].part]) for c in classes))
+
+    def _unowned_s(self) -> float:
+        """What belongs to no part: the wait for a link that lags behind all of them."""
+        shares = self._shares(BASE)
+        owned_s = sum(share.time_s * self.num_units.get(part, 1) for part, share in shares.items())
+        return self.simulate(BASE).step_time_s - owned_s
+
+    def _costs(self) -> dict[str, list[OptionCost]]:
+        """Each part's cost with each option.  How parameters rest and what is recomputed are taken to add up."""
+        options, base = self.choosable, self._shares(BASE)
+        by_mode = {mode: self._shares(Option(mode, None)) for mode in dict.fromkeys(o.mode for o in options)}
+        by_level = {level: self._shares(Option(BASE.mode, level)) for level in dict.fromkeys(o.level for o in options)}
+        costs: dict[str, list[OptionCost]] = {}
+        for part in self.parts:
+            start = base[part]
+            costs[part] = []
+            for option in options:
+                mode, level = by_mode[option.mode][part], by_level[option.level][part]
+                costs[part].append(
+                    OptionCost(
+                        time_s=max(0.0, mode.time_s + level.time_s - start.time_s),
+                        rest=mode.rest,
+                        saved=max(0.0, mode.saved + level.saved - start.saved),
+                        grads=mode.grads,
+                        transient=max(0.0, mode.transient + level.transient - start.transient),
+                    )
+                )
+        return costs
+
+    def _shares(self, option: Option) -> dict[str, OptionCost]:
+        """Each part's share of the step, or one unit's of those that it stands for, when all take one option."""
+        simulation = self.simulate(option)
+        time_s, rest, saved, grads = (dict.fromkeys(self.parts, 0.0) for _ in range(4))
+        stepping_s = (
+            simulation.compute_s
+        )  # less what the ops take it is the optimizer's step, which each part's state shares
+        for module, spent in simulation.by_module.items():
+            part = self._part(module)
+            time_s[part] += spent.total_s
+            stepping_s -= spent.compute_s * self.num_units.get(part, 1)
+        for live in simulation.live_after_forward:
+            part = self._part(live.module)
+            if live.kind in ("params", "optimizer"):
+                rest[part] += live.num_bytes
+            elif live.kind == "activations":
+                saved[part] += live.num_bytes
+        for live in simulation.live_at_end:
+            if live.kind == "grads":
+                grads[self._part(live.module)] += live.num_bytes
+        held = sum(rest.values()) + max(sum(saved.values()), sum(grads.values()))
+        transient = max(0.0, simulation.memory.total - held)
+        a_byte_s = stepping_s / max(1.0, sum(rest.values()))
+        shares = {}
+        for part in self.parts:
+            num = self.num_units.get(part, 1)
+            total_s = time_s[part] + a_byte_s * rest[part] / num
+            shares[part] = OptionCost(total_s, rest[part] / num, saved[part] / num, grads[part] / num, transient)
+        return shares
+
+    def _classes(self, costs: Mapping[str, Sequence[OptionCost]]) -> list[list[_Member]]:
+        """Parts that differ in a number of their path only and hold the same bytes, in the order they run in; all units
+        of a run are one class, at the cost of its first inner one."""
+        runs = {run.units[0][0]: (number, run) for number, run in enumerate(self.joint.runs)}
+        others = {run.units[held][0] for run in self.joint.runs for held in run.held[1:]}
+        classes: dict[object, list[_Member]] = {}
+        for part in self.parts:
+            if part in runs:
+                number, run = runs[part]
+                inner = run.units[run.held[1]][0]
+                classes[number] = [_Member(inner, number, i) for i in range(len(run.units))]
+            elif part not in others:
+                pattern = re.sub(r"\d+", "*", part)
+                sizes = tuple((cost.rest, cost.saved, cost.grads) for cost in costs[part])
+                classes.setdefault((pattern, sizes), []).append(_Member(part))
+        return list(classes.values())
+
+    def _assign(self, classes: Sequence[Sequence[_Member]], choice: Choice, problem: Problem) -> Chosen | None:
+        """Who takes which option: of alike parts the first ones keep least, since they keep it longest.  None if more
+        than two options meet in what a run's inner units stand for."""
+        options, taken = self.choosable, dict[_Member, Option]()
+        for members, counts, costs in zip(classes, choice, problem.costs, strict=True):
+            order = sorted(range(len(options)), key=lambda i: (costs[i].saved, costs[i].rest))
+            chosen = itertools.chain.from_iterable(itertools.repeat(options[i], counts[i]) for i in order)
+            taken.update(zip(members, chosen, strict=True))
+        parts = {member.part: option for member, option in taken.items()}
+        splits = list(self.splits)
+        for number, run in enumerate(self.joint.runs):
+            first, *inner, last = (option for member, option in taken.items() if member.run == number)
+            groups = [(option, len(list(same))) for option, same in itertools.groupby(inner)]
+            if len(groups) > 2:
+                return None
+            if len(groups) == 2:
+                splits[number] = (groups[0][1], groups[1][1])
+            held = (first, groups[0][0], groups[-1][0], last)
+            parts.update({run.units[i][0]: option for i, option in zip(run.held, held, strict=True)})
+        return parts, tuple(splits)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One of the parts that take options: of a run, one of all its units, held or not.
+
+    Attributes:
+        part: whose costs it has.
+        run, index: number of the run, and position in it.
+    """
+
+    part: str
+    run: int = -1
+    index: int = 0
+
+
+def _worth_trying(problem: Problem, limit: float) -> Iterator[Choice]:
+    """Choices of at most `limit` bytes from the fastest to the smallest: in a small problem all that may be best under
+    some budget, as far as estimates can tell; else the solutions for a row of limits, which is the same for each
+    `limit`."""
+    choices = enumerated(problem)
+    if choices is not None and len(choices.peak) <= MAX_CHOICES:
+        found = [i for i in choices.worth_trying(SLACK) if choices.peak[i] <= limit]
+        yield from (choices.choice(i) for i in sorted(found, key=lambda i: float(choices.time_s[i])))
+        return
+    least, fastest = smallest(problem), solve(problem, math.inf)
+    low, high = peak(problem, least), peak(problem, fastest or least)
+    before = None
+    for i in range(NUM_LIMITS, -1, -1):
+        within = low + (high - low) * i / NUM_LIMITS
+        choice = (solve(problem, within) if i else least) if within <= limit else None
+        if choice is not None and choice != before:
+            yield choice
+            before = choice
