@@ -19,7 +19,7 @@ from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
 from autopar.cost_model.simulate import Simulation, simulate
 from autopar.cost_model.symbolic import symbolic_cost
 from autopar.errors import FoldError, InfeasibleBudgetError, InputError, MeshError
-from autopar.graph import JointGraph
+from autopar.graph import JointGraph, mark_held
 from autopar.infeasible import infeasible
 from autopar.layout_search import Price, Priced
 from autopar.normalise import normalise
@@ -128,7 +128,9 @@ class Compiler:
                     self.model, args, kwargs, num_ranks=ranks, batch_dims=self.batch_dims, train=train,
                     dtype=compute_dtype(self.precision), fold=fold,
                 )  # fmt: skip
-            return replace_random_ops(normalise(joint))
+            joint = replace_random_ops(normalise(joint))
+            mark_held(joint)
+            return joint
 
     def unfolded(self, joint: JointGraph) -> JointGraph:
         """The whole graph of a folded one, any other graph itself; the last one is kept.
@@ -139,7 +141,7 @@ class Compiler:
         if not joint.runs:
             return joint
         if self._whole is None or self._whole[0] is not joint:
-            self._whole = (joint, unfold(joint))
+            self._whole = (joint, replace(unfold(joint), folded=joint))
         return self._whole[1]
 
     def _planned_on(self, joint: JointGraph) -> JointGraph:
@@ -172,6 +174,10 @@ class Compiler:
 
         Of a graph that was unfolded the folded one is searched, and the whole one has the last word on what fits.
         """
+        with _collector_paused():
+            return self._plan_within(joint, budget)
+
+    def _plan_within(self, joint: JointGraph, budget: int) -> Plan:
         is_whole = self._planned_on(joint) is joint
         limit = budget  # of the folded graph's price
         while limit > 0:

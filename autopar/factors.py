@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.graph import InputKind, JointGraph, OutputKind
+from autopar.graph import InputKind, JointGraph, OutputKind, Run
 from autopar.plan import EXPERTS, FactorRef
+from autopar.regions import region_of
 from autopar.rules import OpRule, rule_for, tensor_inputs
 
 
@@ -197,7 +198,7 @@ def source_of(node: fx.Node, output: int = 0) -> tuple[fx.Node, int]:
 
 def analyse(joint: JointGraph) -> FactorAnalysis:
     """The factor analysis of a normalised joint graph, made once and kept with it."""
-    return joint.keep("analyse", lambda: _analyse(joint))
+    return joint.keep("analyse", lambda: _analyse(joint) if joint.folded is None else _unfolded(joint, joint.folded))
 
 
 def _analyse(joint: JointGraph) -> FactorAnalysis:
@@ -279,3 +280,74 @@ def _name_anchors(found: FactorAnalysis, joint: JointGraph) -> None:
                 if batch is not None:
                     unify([batch], [factor])
                 batch = batch or factor
+
+
+def _unfolded(joint: JointGraph, folded: JointGraph) -> FactorAnalysis:
+    """The analysis of a graph that was unfolded, by that of the folded one: a copy of a unit has the unit's factors,
+    but for those that occur in that unit alone, of which it has its own."""
+    known, found = analyse(folded), FactorAnalysis()
+    held = {node.meta["held"]: node for node in folded.module.graph.nodes}
+    paths, held_paths = _paths(joint), _paths(folded)
+    units = {block: (i, unit) for i, run in enumerate(folded.runs) for unit in run.units for block in unit}
+    own = _own_factors(known, held_paths, folded.runs)
+    copies: dict[object, _CopiedFactors] = {}
+    outputs: dict[fx.Node, list[int]] = {}
+    for node, index in known.dims:
+        outputs.setdefault(node, []).append(index)
+    for node in joint.module.graph.nodes:
+        original = held[node.meta["held"]]
+        same = paths[node] == held_paths[original]
+        unit = None if same else units[region_of(paths[node], units) or ""]
+        factor_of = copies.setdefault(unit, _CopiedFactors({} if same else own))
+        for index in outputs.get(original, ()):
+            found.dims[node, index] = tuple(map(factor_of, known.dims[original, index]))
+        if original in known.operands:
+            found.operands[node] = tensor_inputs(node)
+            if original in known.rules:
+                found.rules[node] = known.rules[original]
+                found.bound[node] = {name: factor_of(factor) for name, factor in known.bound[original].items()}
+            else:
+                found.replicated.append(node)
+    _name_anchors(found, joint)
+    return found
+
+
+def _paths(joint: JointGraph) -> dict[fx.Node, str]:
+    """Where each node belongs: its module, or for an input the tensor's name."""
+    paths = {node: str(node.meta.get("module", "")) for node in joint.module.graph.nodes}
+    return {**paths, **{node: spec.path for spec, node in zip(joint.inputs, joint.placeholders, strict=True)}}
+
+
+def _own_factors(known: FactorAnalysis, paths: Mapping[fx.Node, str], runs: Sequence[Run]) -> set[Factor]:
+    """The factors that occur in none but one of the units that copies are made of."""
+    far = {block: (i, run.held[2]) for i, run in enumerate(runs) for block in run.units[run.held[2]]}
+    places: dict[Factor, object] = {}
+    factors = [(node, factor) for (node, _), dims in known.dims.items() for factor in dims]
+    factors += [(node, factor) for node, bound in known.bound.items() for factor in bound.values()]
+    for node, factor in factors:
+        block = region_of(paths[node], {*far, ""})
+        unit = far.get(block) if block else None
+        for leaf in leaves([factor]):
+            if places.setdefault(leaf, unit) != unit:
+                places[leaf] = None
+    return {factor for factor, unit in places.items() if unit is not None}
+
+
+class _CopiedFactors(dict[Factor, Factor]):
+    """For each factor what it is in one copy of a unit."""
+
+    def __init__(self, own: Iterable[Factor]) -> None:
+        self.own = {factor: Factor(factor.size) for factor in own}
+
+    def __call__(self, factor: Factor) -> Factor:
+        if factor not in self:
+            parts = leaves([factor])
+            self[factor] = factor if self.own.keys().isdisjoint(parts) else self._joined(parts)
+        return self[factor]
+
+    def _joined(self, parts: list[Factor]) -> Factor:
+        first = self.own.get(parts[0], parts[0])
+        if len(parts) == 1:
+            return first
+        rest = self._joined(parts[1:])
+        return Factor(first.size * rest.size, parts=(first, rest))

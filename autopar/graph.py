@@ -89,6 +89,8 @@ class JointGraph:
         tied: name of every parameter or buffer that is another one's alias -> the name that stands for both.
         trains: whether the graph has a backward part.
         runs: the units of which the graph holds only some; empty if the graph is whole.
+        folded: the folded graph that this one was unfolded from, if it is known: nodes of the two with equal
+            `meta["held"]` are alike (see `mark_held`).  Whoever adds nodes without that must clear it.
         output_tree: rebuilds the module's return value from its tensor leaves (see `autopar.trace`).
         derived: what later stages worked out from the graph and keep with it to share (see `keep`).  Whoever edits
             the graph after that must clear it.
@@ -102,6 +104,7 @@ class JointGraph:
     trains: bool = True
     output_tree: Any = None
     runs: tuple[Run, ...] = ()
+    folded: JointGraph | None = field(default=None, repr=False, compare=False)
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def keep(self, key: Hashable, work: Callable[[], Kept]) -> Kept:
@@ -134,6 +137,12 @@ class JointGraph:
     def fingerprint(self) -> str:
         """A digest of the whole program: ops, arguments, shapes, dtypes, inputs and outputs."""
         return graph_fingerprint(self.module.graph, f"{self.inputs}{self.outputs}{self.runs or ''}")
+
+
+def mark_held(joint: JointGraph) -> None:
+    """Give each node of a folded graph a mark, `meta["held"]`, which its copies will have, too."""
+    for position, node in enumerate(joint.module.graph.nodes):
+        node.meta["held"] = position
 
 
 def drop_unread(graph: fx.Graph) -> None:

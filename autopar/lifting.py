@@ -31,7 +31,7 @@ _WIDENING = {aten._softmax.default, aten._log_softmax.default}
 
 def lift_joint(joint: JointGraph) -> JointGraph:
     """A copy of a traced graph that computes in float64 on the CPU."""
-    return replace(joint, module=_lift(joint.module), derived={})
+    return replace(joint, module=_lift(joint.module), folded=None, derived={})
 
 
 def lift_program(program: LocalProgram) -> LocalProgram:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.graph import Run
-from autopar.plan import Plan
+from autopar.plan import FactorRef, Plan
+from autopar.regions import region_of
 
 Split = tuple[int, int]
 """How many units of the whole model the two inner units of a run stand for; together all but the first and the last."""
@@ -36,15 +37,28 @@ def whole_plan(plan: Plan, runs: Sequence[Run], splits: Sequence[Split]) -> Plan
     if not runs:
         return plan
     copies = copies_of(runs, splits)
-    alike = copies_of(runs, [(len(run.units) - 3, 1) for run in runs])  # factors are cut in all copies
     return replace(
         plan,
-        factors=tuple(
-            tuple(replace(ref, anchor=path) for ref in refs for path in alike(ref.anchor)) for refs in plan.factors
-        ),
+        factors=whole_factors(plan.factors, runs),
         storage={path: storage for held, storage in plan.storage.items() for path in copies(held)},
         recompute={path: level for held, level in plan.recompute.items() for path in copies(held)},
     )
+
+
+Factors = tuple[tuple[FactorRef, ...], ...]
+
+
+def whole_factors(factors: Factors, runs: Sequence[Run]) -> Factors:
+    """The factors that a plan of the whole model cuts along each axis: those of a folded one's, in all copies."""
+    alike = copies_of(runs, [(len(run.units) - 3, 1) for run in runs])
+    return tuple(tuple(replace(ref, anchor=path) for ref in refs for path in alike(ref.anchor)) for refs in factors)
+
+
+def folded_factors(factors: Factors, runs: Sequence[Run]) -> Factors | None:
+    """What `whole_factors` makes these of; None if they are not the same in all copies."""
+    absent = {"", *(block for run in runs for i, unit in enumerate(run.units) if i not in run.held for block in unit)}
+    held = tuple(tuple(ref for ref in refs if region_of(ref.anchor, absent) == "") for refs in factors)
+    return held if whole_factors(held, runs) == factors else None
 
 
 def _copies(runs: Sequence[Run], splits: Sequence[Split]) -> dict[str, list[str]]:
@@ -66,4 +80,4 @@ def _paths(path: str, copies: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"{copy}{path[len(block) :]}" for copy in copies[block]] if block else [path]
 
 
-__all__ = ["Split", "copies_of", "even_splits", "whole_plan"]
+__all__ = ["Split", "copies_of", "even_splits", "folded_factors", "whole_factors", "whole_plan"]

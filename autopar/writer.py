@@ -12,6 +12,7 @@ class Writer:
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
+        self.written: list[fx.Node] = []
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of `op`, its value inferred from those of its arguments."""
@@ -22,4 +23,5 @@ class Writer:
         """A call of `op` that is known to give `value`."""
         new = self.node.graph.call_function(op, args, kwargs)
         new.meta = {"val": value, "module": self.node.meta["module"], "backward": self.node.meta["backward"]}
+        self.written.append(new)
         return new

@@ -142,8 +142,11 @@ def cut_whole(joint: JointGraph, analysis: FactorAnalysis, plan: Plan) -> tuple[
     )
 
 
-def decompose(joint: JointGraph, nodes: Iterable[fx.Node]) -> JointGraph:
-    """A copy of the graph in which these nodes are taken apart; traced values are shared."""
+def decompose(joint: JointGraph, nodes: Iterable[fx.Node], folded: JointGraph | None = None) -> JointGraph:
+    """A copy of the graph in which these nodes are taken apart; traced values are shared.
+
+    If the graph was unfolded, `folded` is the folded one in which the same nodes were taken apart.
+    """
     graph = QuickGraph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in joint.module.graph.nodes:
@@ -151,9 +154,12 @@ def decompose(joint: JointGraph, nodes: Iterable[fx.Node]) -> JointGraph:
     for node in nodes:
         whole = copies[node]
         with graph.inserting_before(whole):
-            parts = DECOMPOSITIONS[whole.target](Call(whole), Writer(whole))
+            write = Writer(whole)
+            parts = DECOMPOSITIONS[whole.target](Call(whole), write)
+        for number, part in enumerate(write.written):
+            part.meta["held"] = (whole.meta.get("held"), number)
         _replace(whole, parts)
-    return replace(joint, module=LazyGraphModule(joint.module, graph), derived={})
+    return replace(joint, module=LazyGraphModule(joint.module, graph), folded=folded, derived={})
 
 
 def _replace(whole: fx.Node, parts: fx.Node | tuple[fx.Node | None, ...]) -> None:

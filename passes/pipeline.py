@@ -10,11 +10,11 @@ from autopar.factors import analyse
 from autopar.graph import GraphInput, InputKind, JointGraph, drop_unread
 from autopar.passes.cast_early import cast_early
 from autopar.passes.coalesce import coalesce
-from autopar.passes.decompose import cut_whole, decompose
+from autopar.passes.decide import assign
 from autopar.passes.localise import localise
 from autopar.passes.lower import lower_reshards
 from autopar.passes.partition import partition
-from autopar.passes.propagate import Assignment, propagate_edges, propagate_ops
+from autopar.passes.propagate import Assignment
 from autopar.passes.regather import regather
 from autopar.passes.remat import remat
 from autopar.passes.reshard import insert_reshards
@@ -41,7 +41,7 @@ def rewrite(joint: JointGraph, plan: Plan, after_pass: Trace | None = None, chec
     Raises:
         PlanError: if the plan does not belong to this graph.
     """
-    joint, assignment = _assign(joint, plan)
+    joint, assignment = assign(joint, plan)
     module = insert_reshards(joint, assignment, plan)
     module = _run([*_lowering(joint, plan), *_SCHEDULING], module, after_pass, check)
     whole = _local_graph(joint, assignment, module, plan)
@@ -60,7 +60,7 @@ def lowered(joint: JointGraph, plan: Plan) -> fx.Graph:
     Raises:
         PlanError: as `rewrite` does.
     """
-    joint, assignment = _assign(joint, plan)
+    joint, assignment = assign(joint, plan)
     return _run(_lowering(joint, plan), insert_reshards(joint, assignment, plan), None, check=False).graph
 
 
@@ -96,21 +96,9 @@ def _run(passes: _Passes, module: fx.GraphModule, after_pass: Trace | None, chec
     return module
 
 
-def _assign(joint: JointGraph, plan: Plan) -> tuple[JointGraph, Assignment]:
-    """The graph, with the ops taken apart that the plan cuts, and the decision for each op."""
-    analysis = analyse(joint)
-    nodes = cut_whole(joint, analysis, plan)
-    if nodes:
-        joint = joint.keep(("decompose", nodes), lambda: decompose(joint, nodes))
-        analysis = analyse(joint)
-    # How the ops run follows from what is cut; how parameters rest matters at the graph's edges alone.
-    ops = joint.keep(("propagate", plan.factors, plan.mesh.sizes), lambda: propagate_ops(joint, analysis, plan))
-    return joint, propagate_edges(joint, analysis, plan, ops)
-
-
 def parameter_uses(joint: JointGraph, plan: Plan) -> dict[str, Sharding]:
     """How each parameter must lie where it is first used cut; parameters that are only used whole are left out."""
-    joint, assignment = _assign(joint, plan)
+    joint, assignment = assign(joint, plan)
     params = {node: path for path, node in joint.param_nodes().items()}
     uses: dict[str, Sharding] = {}
     for node, operands in analyse(joint).operands.items():

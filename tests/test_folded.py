@@ -17,7 +17,7 @@ from autopar.cluster import Cluster
 from autopar.compiler import Compiler
 from autopar.cost_model.folded import Copies
 from autopar.cost_model.simulate import Simulation, simulate
-from autopar.graph import JointGraph
+from autopar.graph import JointGraph, mark_held
 from autopar.normalise import normalise
 from autopar.passes import coalesce
 from autopar.passes.pipeline import rewrite
@@ -26,7 +26,8 @@ from autopar.planner import plan_named
 from autopar.randomness import replace_random_ops
 from autopar.strategies import STRATEGIES
 from autopar.trace import trace
-from autopar.whole_plan import Split, even_splits, whole_plan
+from autopar.unfold import unfold
+from autopar.whole_plan import Split, even_splits, folded_factors, whole_plan
 from tests.tiny_models import TinyGpt
 
 LAYERS = 9
@@ -147,6 +148,24 @@ def test_units_may_take_two_options_in_any_numbers(name: str) -> None:
         plan = replace(plan, recompute={run.units[held][0]: level for held, level in levels if level})
         first = draw.randint(1, inner - 1)
         check(*prices(whole, folded, plan, ((first, inner - first),), cluster), 0.02, 0.015)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_an_unfolded_graph_is_decided_and_rewritten_as_the_folded_one(name: str) -> None:
+    """And a plan that does not cut all copies of a unit alike, by itself."""
+    _, folded = graphs(name)
+    mark_held(folded)
+    linked = replace(unfold(folded), folded=folded)
+    alone = replace(linked, folded=None, derived={})
+    for strategy in ("zero3", "tp", "tp+sp", "fsdp+tp"):
+        plan = plan_named(strategy, alone, (2, 4), 4)
+        assert plan_named(strategy, linked, (2, 4), 4) == plan
+        copy = f"{folded.runs[0].units[3][0]}."
+        uneven = tuple(tuple(ref for ref in refs if not ref.anchor.startswith(copy)) for refs in plan.factors)
+        for one in dict.fromkeys((plan.factors, uneven)):
+            assert (folded_factors(one, folded.runs) is None) == (one != plan.factors)
+            programs = [rewrite(joint, replace(plan, factors=one), check=False) for joint in (linked, alone)]
+            assert programs[0].fingerprint() == programs[1].fingerprint(), (strategy, one)
 
 
 @pytest.mark.parametrize("budget", [None, 0.45])
