@@ -43,9 +43,9 @@ def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
         gathers = [g for g in gathers if layout_before(g) is not None]
         waits = [wait_of(g) for g in gathers]
         limit = _bytes_under_way(gathers)
-        first, ahead = 0, 0
+        first, ahead = 0, 0  # what is under way beside the first of those that are not yet read
         for k, gather in enumerate(gathers):
-            ahead += int(gather.meta["bytes"])
+            ahead += int(gather.meta["bytes"]) if k else 0
             while first < k and ahead > limit:
                 first += 1
                 ahead -= int(gathers[first].meta["bytes"])

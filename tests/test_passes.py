@@ -300,6 +300,15 @@ def test_zero_1_reduces_after_all_computing_and_zero_2_as_gradients_arise(deep: 
     assert min(reductions) < last < max(reductions)
 
 
+@pytest.mark.usefixtures("_one_by_one")
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_the_gather_of_a_parameter_starts_before_the_layer_ahead_of_it_computes(deep: Subject, strategy: str) -> None:
+    nodes = list(program_of(deep, strategy, 4).forward.module.graph.nodes)
+    gathers = [i for i, n in enumerate(nodes) if COLLECTIVE_KINDS.get(n.target) == "all_gather"]
+    products = [i for i, n in enumerate(nodes) if n.target is torch.ops.aten.mm.default]
+    assert all(gather < product for gather, product in zip(gathers[1:], products[:-1], strict=True))
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_small_parameters_travel_together(gpt: Subject, strategy: str) -> None:
     program = program_of(gpt, strategy, 4)
