@@ -171,7 +171,6 @@ def add_call(graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return new
 
 
-
 def graph_fingerprint(graph: fx.Graph, extra: str = "") -> str:
     """Digest of a graph that equals on every rank that holds the same program.
 

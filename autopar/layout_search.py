@@ -72,7 +72,9 @@ class LayoutSearch:
 
     def __post_init__(self) -> None:
         trains = self.joint.trains
-        self.choosable = OPTIONS if trains else tuple(o for o in OPTIONS if o.level is None and o.mode != "kept")
+        modes = MODES if len(self.layout.storage_axes) > 1 else MODES[:-1]  # along one axis, that is all of them
+        options = (option for option in OPTIONS if option.mode in modes)
+        self.choosable = tuple(o for o in options if trains or (o.level is None and o.mode != "kept"))
         self.regions = find_regions(self.joint)
         self.part_of = {region: region for region in self.regions}
         units = (run.units[held] for run in self.joint.runs for held in run.held)

@@ -19,13 +19,13 @@ from autopar.passes.pipeline import parameter_uses
 from autopar.placement import Replicate, Sharding, is_sharded, replicated
 from autopar.plan import FactorRef, Plan, Storage
 from autopar.planner import named_on
-from autopar.strategies import batch_refs, cut_at_rest, expert_refs, sequence_refs
+from autopar.strategies import batch_refs, cut_at_rest_along, expert_refs, sequence_refs
 
 Factors = tuple[FactorRef, ...]
 
-MODES = ("whole", "kept", "regathered")
-"""How a region's parameters rest along the axes that cut the batch: whole; cut, the gathered copy kept for the backward
-pass; cut, and gathered again there."""
+MODES = ("whole", "kept", "regathered", "spread")
+"""How a region's parameters rest along the axes that cut the batch: whole; cut along the innermost of them, the
+gathered copy kept for the backward pass; cut so, and gathered again there; cut along all, and gathered again."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Layout:
         return Plan("auto", self.mesh, self.factors, storage, recompute)
 
     @property
-    def storage_axis(self) -> int:
-        """The axis along which a parameter may rest cut though it is used whole: the innermost that cuts the batch,
-        since gathers are fastest there, or, if none does, the last."""
+    def storage_axes(self) -> tuple[int, ...]:
+        """The axes along which a parameter may rest cut though it is used whole: those that cut the batch, or, if none
+        does, the last; the innermost first, since gathers are fastest there."""
         cut = [axis for axis, refs in enumerate(self.factors) if any(ref.label == "batch" for ref in refs)]
-        return cut[-1] if cut else self.mesh.num_axes - 1
+        return tuple(cut[::-1]) or (self.mesh.num_axes - 1,)
 
 
 def find_layouts(joint: JointGraph, sizes: Sequence[int], ranks_per_node: int) -> list[Layout]:
@@ -114,12 +114,13 @@ def storages(joint: JointGraph, layout: Layout) -> dict[str, dict[str, Storage]]
     params = joint.param_nodes()
     whole = dict.fromkeys(params, Storage(replicated(layout.mesh)))
     uses = parameter_uses(joint, layout.plan(whole, {}))
-    axis, found = layout.storage_axis, {}
+    axes, found = layout.storage_axes, {}
     for path, node in params.items():
         used: Sharding = uses.get(path, replicated(layout.mesh))
         base = tuple(p if is_sharded(p) else Replicate() for p in used)
-        rest = base if is_sharded(base[axis]) else cut_at_rest(node, base, axis, layout.mesh)
+        rest = cut_at_rest_along(node, base, axes[:1], layout.mesh)
+        spread = cut_at_rest_along(node, rest, axes[1:], layout.mesh)
         cut = Storage(rest)
-        again = replace(cut, regather=rest != base)
-        found[path] = dict(zip(MODES, (Storage(base), cut, again), strict=True))
+        modes = (Storage(base), cut, replace(cut, regather=rest != base), Storage(spread, regather=spread != base))
+        found[path] = dict(zip(MODES, modes, strict=True))
     return found

@@ -32,7 +32,7 @@ from autopar.factors import Factor, FactorAnalysis, source_of
 from autopar.graph import JointGraph
 from autopar.mesh import Mesh
 from autopar.passes.decompose import freed
-from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard
+from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard, shard_dim, shard_split
 from autopar.plan import EXPERTS, FactorRef, Plan, Storage
 from autopar.rules import OpRule, is_look_or_cast
 
@@ -144,7 +144,7 @@ def _tensor_storage(node: fx.Node, use: Sharding | None, mesh: Mesh, strategy: s
 def cut_at_rest(node: fx.Node, sharding: Sharding, axis: int, mesh: Mesh) -> Sharding:
     """Cut a parameter along one more mesh axis, for storage: the first free dim that divides, else the longest free one
     unevenly; a parameter without a free dim stays whole along this axis."""
-    taken = {p.dim for p in sharding if is_sharded(p)}  # type: ignore[attr-defined]
+    taken = {shard_dim(p) for p in sharding if is_sharded(p)}
     shape = node.meta["val"].shape
     free = [d for d in range(len(shape)) if d not in taken]
     if not free:
@@ -152,6 +152,31 @@ def cut_at_rest(node: fx.Node, sharding: Sharding, axis: int, mesh: Mesh) -> Sha
     even = [d for d in free if shape[d] % mesh.sizes[axis] == 0 and shape[d] > 0]
     dim = even[0] if even else max(free, key=lambda d: (shape[d], -d))
     return (*sharding[:axis], shard(dim), *sharding[axis + 1 :])
+
+
+def cut_at_rest_along(node: fx.Node, sharding: Sharding, axes: Sequence[int], mesh: Mesh) -> Sharding:
+    """Cut a parameter for storage along each of several axes, in their order, that does not cut it already.
+
+    The parts that one axis makes of a dim are cut further by the next where they divide: what is gathered along the
+    later axis is then one piece of memory.  Else the next axis takes another dim, as `cut_at_rest` does.
+    """
+    for axis in axes:
+        if not is_sharded(sharding[axis]):
+            inside = _cut_inside(node, sharding, axis, mesh)
+            sharding = cut_at_rest(node, sharding, axis, mesh) if inside is None else inside
+    return sharding
+
+
+def _cut_inside(node: fx.Node, sharding: Sharding, axis: int, mesh: Mesh) -> Sharding | None:
+    """Cut the parts that one other axis makes of a dim; more cuts of one dim PyTorch's `DTensor` cannot hold."""
+    shape, taken = node.meta["val"].shape, [shard_dim(p) for p in sharding if is_sharded(p)]
+    for placement, parts in zip(sharding, mesh.sizes, strict=True):
+        if not is_sharded(placement) or shard_split(placement) != 1:
+            continue
+        dim = shard_dim(placement)
+        if taken.count(dim) == 1 and shape[dim] and shape[dim] % (parts * mesh.sizes[axis]) == 0:
+            return (*sharding[:axis], shard(dim, split=parts), *sharding[axis + 1 :])
+    return None
 
 
 # ------------------------------------------------------------------------------------------------ batch and sequence

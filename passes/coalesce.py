@@ -47,26 +47,28 @@ def coalesce(module: fx.GraphModule) -> fx.GraphModule:
     for node in collectives:
         group = (COLLECTIVE_KINDS[node.target], node.meta["backward"])
         largest[group] = max(largest.get(group, 0), int(node.meta["bytes"]))
-    output = graph.output_node()
     buckets: list[_Bucket] = []
     open_buckets: dict[tuple[Any, ...], _Bucket] = {}
     for node in collectives:
         kind, backward = COLLECTIVE_KINDS[node.target], node.meta["backward"]
-        early = kind == "all_gather" and layout_before(node) is not None
-        late = kind != "all_gather" and set(_readers(wait_of(node))) == {output}
+        before = steps_before(node) if kind == "all_gather" else None
+        after = steps_after(node) if before is None else None
+        early, late = before is not None, after is not None
         limit = BUCKET_BYTES if early or late else largest[kind, backward]
         if int(node.meta["bytes"]) > (limit // 2 if early or late else min(limit // 2, SMALL_BYTES)):
             continue
-        key = (node.target, node.args[1:], node.meta["val"].dtype, backward, early, late)
+        # Collectives that follow each other fill different buckets, or two buckets could wait for each other.
+        stage = sum(collective_kind(step) is not None for step in before or after or ())
+        key = (node.target, node.args[1:], node.meta["val"].dtype, backward, early, late, stage)
         bucket = open_buckets.get(key)
         if bucket is None or not bucket.takes(node, order):
             is_first = bucket is None and (early or late)
-            bucket = open_buckets[key] = _Bucket(early, min(limit, FIRST_BUCKET_BYTES) if is_first else limit)
+            bucket = open_buckets[key] = _Bucket(early, late, min(limit, FIRST_BUCKET_BYTES) if is_first else limit)
             buckets.append(bucket)
         bucket.add(node, order)
     for bucket in buckets:
         if len(bucket.members) > 1:
-            _merge(graph, bucket, order)
+            _merge(graph, bucket)
     return module
 
 
@@ -79,13 +81,15 @@ class _Bucket:
 
     Attributes:
         early: whether they start where the first of them stood, or else as late as possible.
+        late: whether nobody waits for them but the graph's output.
         limit: how many bytes it may hold.
         members: the collectives.
         num_bytes: of all.
-        reader: the first reader of any result.
+        reader: the first reader of any result, if somebody waits.
     """
 
     early: bool
+    late: bool
     limit: int
     members: list[fx.Node] = field(default_factory=list)
     num_bytes: int = 0
@@ -103,15 +107,16 @@ class _Bucket:
     def add(self, node: fx.Node, order: dict[fx.Node, int]) -> None:
         self.members.append(node)
         self.num_bytes += int(node.meta["bytes"])
-        readers = [*_readers(wait_of(node)), *([self.reader] if self.reader else [])]
-        self.reader = min(readers, key=order.__getitem__, default=None)
+        if not self.late:
+            readers = [*_readers(wait_of(node)), *([self.reader] if self.reader else [])]
+            self.reader = min(readers, key=order.__getitem__, default=None)
 
-    def place(self, order: dict[fx.Node, int]) -> fx.Node:
+    def place(self) -> fx.Node:
         """The node before which the merged collective starts."""
-        first, last = self.members[0], self.members[-1]
         if self.early:
-            return first
-        return last if self.reader is None else min(last, self.reader, key=order.__getitem__)
+            return min(self.members)
+        readers = [] if self.late else [reader for m in self.members for reader in _readers(wait_of(m))]
+        return min([max(self.members), *readers])
 
 
 def wait_of(collective: fx.Node) -> fx.Node:
@@ -141,33 +146,56 @@ def _starts_collective(step: fx.Node) -> bool:
     return any(collective_kind(u) or (u.meta.get("layout") and _starts_collective(u)) for u in step.users)
 
 
-def layout_before(collective: fx.Node) -> set[fx.Node] | None:
-    """The layout steps between the graph's inputs and a collective, with the positions that they slice at; None if
-    anything else lies between."""
+def steps_before(collective: fx.Node) -> set[fx.Node] | None:
+    """What lies between the graph's inputs and a collective, if that is only layout steps, with the positions that they
+    slice at, and gathers along other axes: it can start at any time.  None if anything else lies between."""
     steps: set[fx.Node] = set()
     stack = list(collective.all_input_nodes)
     while stack:
         node = stack.pop()
-        if node.op == "placeholder":
+        if node.op == "placeholder" or node in steps:
             continue
-        if not (node.meta.get("layout") or isinstance(node.meta.get("val"), int)):
+        moves = _only_moves(node) and collective_kind(node) in (None, "all_gather")
+        if not (moves or isinstance(node.meta.get("val"), int)):
             return None
         steps.add(node)
         stack += node.all_input_nodes
     return steps
 
 
-def _merge(graph: fx.Graph, bucket: _Bucket, order: dict[fx.Node, int]) -> None:
-    place = bucket.place(order)
+def steps_after(collective: fx.Node) -> set[fx.Node] | None:
+    """What lies between a collective and the graph's output, if that is only layout steps and collectives along other
+    axes: it need not be waited for before.  None if anything else reads its result."""
+    steps: set[fx.Node] = set()
+    stack = list(collective.users)
+    while stack:
+        node = stack.pop()
+        if node.op == "output" or node in steps:
+            continue
+        if not _only_moves(node):
+            return None
+        steps.add(node)
+        stack += node.users
+    return steps
+
+
+def _only_moves(node: fx.Node) -> bool:
+    """Whether a node belongs to a collective and computes nothing of the model."""
+    return bool(node.meta.get("layout")) or node.target is WAIT or collective_kind(node) is not None
+
+
+def _merge(graph: fx.Graph, bucket: _Bucket) -> None:
+    place = bucket.place()
     if bucket.early:
-        for node in sorted(set().union(*(layout_before(member) or () for member in bucket.members[1:]))):
-            place.prepend(node)
+        for node in sorted(set().union(*(steps_before(member) or () for member in bucket.members))):
+            if place < node:
+                place.prepend(node)
     with graph.inserting_before(place):
         results = _Flat(graph, bucket.members).run()
     for member, result in zip(bucket.members, results, strict=True):
-        # Layout steps that stood before the place now start from a slice that comes after them.
-        behind = [step for step in layout_after(wait_of(member)) if order[step] < order[place]]
-        for step in sorted(behind, key=order.__getitem__, reverse=True):
+        # Steps that stood before the place now start from a slice that comes after them.
+        steps = (steps_after(member) or set()) if bucket.late else layout_after(wait_of(member))
+        for step in sorted((step for step in steps if step < results[0]), reverse=True):
             results[-1].append(step)
         wait_of(member).replace_all_uses_with(result)
     for member in bucket.members:

@@ -9,8 +9,9 @@ first of these that is possible:
 4. shard -> another dim: all-to-all, or a gather and a slice where a dim does not divide;
 5. shard -> replicate: all-gather.
 
-A dim cut by several axes with the same split nests them in mesh order, so the innermost must be gathered first and cut
-last; where that forbids every step, the innermost axis in the way is gathered and cut again later.
+Of several axes the innermost, whose link is the fastest, takes first what makes a value smaller and last what makes it
+larger.  A dim cut by several axes with the same split nests them in mesh order, so the innermost must be gathered first
+and cut last; where that forbids every step, the innermost axis in the way is gathered and cut again later.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ def lower_reshards(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
     for node in [n for n in graph.nodes if is_reshard(n)]:
         with graph.inserting_before(node):
             lowering = _Lowering(graph, node, mesh, ranks)
-            lowering.pad_what_stays()
+            lowering.pad_uneven()
             for step in route(node.meta["source"], node.meta["sharding"], node.meta["global_shape"], mesh):
                 lowering.apply(step)
+            lowering.drop_padding()
         node.replace_all_uses_with(lowering.value)
         graph.erase_node(node)
     drop_padding_of_outputs(graph, ranks, mesh)
@@ -99,18 +101,19 @@ def steps(source: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Step]:
         after = (*state[:axis], then, *state[axis + 1 :])
         return not is_sharded(then) or (free(axis, then) and next_inside(axis, then) and _in_order(after, mesh))
 
-    orders: tuple[Callable[[Placement, Placement], bool], ...] = (
-        lambda now, then: isinstance(now, Replicate) and is_sharded(then),
-        lambda now, then: isinstance(now, Partial) and is_sharded(then),
-        lambda now, then: isinstance(now, Partial) and isinstance(then, Replicate),
-        lambda now, then: is_sharded(now) and is_sharded(then) and shard_dim(now) != shard_dim(then),
-        lambda now, then: is_sharded(now) and isinstance(then, Replicate),
+    outward = range(mesh.num_axes)[::-1]
+    orders: tuple[tuple[Callable[[Placement, Placement], bool], range], ...] = (
+        (lambda now, then: isinstance(now, Replicate) and is_sharded(then), outward),
+        (lambda now, then: isinstance(now, Partial) and is_sharded(then), outward),
+        (lambda now, then: isinstance(now, Partial) and isinstance(then, Replicate), outward),
+        (lambda now, then: is_sharded(now) and is_sharded(then) and shard_dim(now) != shard_dim(then), outward),
+        (lambda now, then: is_sharded(now) and isinstance(then, Replicate), outward[::-1]),
     )
     while tuple(state) != target:
-        axes = [a for a in reversed(range(mesh.num_axes)) if state[a] != target[a]]
-        move = next(((a, target[a]) for kind in orders for a in axes if kind(state[a], target[a]) and legal(a)), None)
+        moves = ((a, target[a]) for kind, axes in orders for a in axes if kind(state[a], target[a]) and legal(a))
+        move = next(moves, None)
         if move is None:
-            blocked = {p for a in axes for p in (state[a], target[a]) if is_sharded(p)}
+            blocked = {p for a in outward if state[a] != target[a] for p in (state[a], target[a]) if is_sharded(p)}
             inner = max(a for a in range(mesh.num_axes) if state[a] in blocked)
             move = (inner, Replicate())
         axis, then = move
@@ -134,9 +137,16 @@ class _Lowering:
         self.state: list[Placement] = list(node.meta["source"])
         self.global_shape: tuple[int, ...] = node.meta["global_shape"]
         self.dtype = node.meta["val"].dtype
+        self.padded: dict[int, int] = {}
+        """Mesh axis -> the dim that it cut here, with padding until all is done."""
+        self.short: dict[int, int] = {}
+        """Mesh axis -> the dim that it has just cut, of which the last ranks have less or nothing."""
 
     def apply(self, step: Step) -> None:
         axis, now, then = step
+        self._pad(self.short)
+        self.padded |= self.short
+        self.short.clear()
         if self.mesh.sizes[axis] == 1:
             self.state[axis] = then  # alone on its axis, a rank holds the whole either way
         elif isinstance(now, Replicate):
@@ -157,13 +167,21 @@ class _Lowering:
         if self.value is not self.node.args[0]:
             self.value.meta["sharding"] = tuple(self.state)
 
-    def pad_what_stays(self) -> None:
-        """Bring uneven parts that only move along other axes to one size."""
-        for axis, (now, then) in enumerate(zip(self.state, self.node.meta["sharding"], strict=True)):
-            if now == then and self._uneven(axis, now):
-                dim = shard_dim(now)
-                self._emit(pad_dim, (self.value, dim, self.shape[dim]), self.shape)
-                self.value.meta["sharding"] = tuple(self.state)
+    def pad_uneven(self) -> None:
+        """Bring uneven parts to one size, so that every rank's part has the shape that the graph says."""
+        self._pad({axis: shard_dim(now) for axis, now in enumerate(self.state) if self._uneven(axis, now)})
+
+    def _pad(self, dims: dict[int, int]) -> None:
+        for dim in dims.values():
+            self._emit(pad_dim, (self.value, dim, self.shape[dim]), self.shape)
+            self.value.meta["sharding"] = tuple(self.state)
+
+    def drop_padding(self) -> None:
+        """Give the parts that were cut here their true sizes."""
+        for axis, dim in self.padded.items():
+            n, rank = self.mesh.sizes[axis], self.ranks[self.mesh.names[axis]]
+            self._emit(drop_padding, (self.value, dim, self.global_shape[dim], n, rank), self.shape)
+            self.value.meta["sharding"] = tuple(self.state)
 
     # -- bookkeeping
 
@@ -218,6 +236,7 @@ class _Lowering:
         local = (*shape[:dim], -(-shape[dim] // n), *shape[dim + 1 :])
         if self._uneven(axis, then):
             self._emit(take_chunk, (self.value, dim, n, rank), local)
+            self.short[axis] = dim
         elif split == 1:
             start = self._number(operator.mul, rank, local[dim])
             self._emit(
@@ -254,8 +273,7 @@ class _Lowering:
         )
         self._reshape(*local)
         if uneven:
-            size = self.global_shape[dim]
-            self._emit(drop_padding, (self.value, dim, size, n, self.ranks[self.mesh.names[axis]]), local)
+            self.padded[axis] = dim
 
     def _to_front(self, dim: int, split: int, n: int) -> tuple[int, ...]:
         """Bring the n parts of a cut to the front of dim 0; returns the shape of one part in its proper layout."""
@@ -286,9 +304,6 @@ class _Lowering:
         dim, split = self._split(axis, now)
         n, part = self.mesh.sizes[axis], self.shape
         uneven = self._uneven(axis, now)
-        if uneven:
-            # The first rank's part, whose size is written in the graph, is a full chunk; later ones may be shorter.
-            self._emit(pad_dim, (self.value, dim, part[dim]), part)
         if not part:
             raise AssertionError("a scalar has no dim to gather")
         self._collective(c10d.all_gather_into_tensor.default, (n,), axis, part, (n * part[0], *part[1:]))

@@ -6,12 +6,12 @@ Preserves numerics exactly.  The order depends on the graph alone, so it is the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
 from autopar.passes import coalesce
-from autopar.passes.coalesce import WAIT, layout_after, layout_before, wait_of
+from autopar.passes.coalesce import WAIT, layout_after, steps_after, steps_before, wait_of
 from autopar.program import collective_kind
 
 
@@ -35,24 +35,32 @@ def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
 
     A gather may start ahead of earlier ones' readers as long as the bytes under way stay below the largest single
     gather of the pass, so that prefetching at most doubles what gathered parameters take at any moment, or below two
-    full buckets.
+    full buckets.  Of a parameter that is gathered along one axis after another, the last gather is moved first, and
+    takes the ones before it along; these are then moved further, within a bound of their own.
     """
-    order = {node: i for i, node in enumerate(module.graph.nodes)}
     for backward in (False, True):
         gathers = [g for g in _collectives(module.graph, "all_gather") if g.meta["backward"] is backward]
-        gathers = [g for g in gathers if layout_before(g) is not None]
-        waits = [wait_of(g) for g in gathers]
-        limit = _bytes_under_way(gathers)
-        first, ahead = 0, 0  # what is under way beside the first of those that are not yet read
-        for k, gather in enumerate(gathers):
-            ahead += int(gather.meta["bytes"]) if k else 0
-            while first < k and ahead > limit:
-                first += 1
-                ahead -= int(gathers[first].meta["bytes"])
-            if order[waits[first]] < order[gather]:
-                for node in (*sorted(layout_before(gather) or ()), gather):
-                    waits[first].prepend(node)
+        steps = {g: steps for g in gathers if (steps := steps_before(g)) is not None}
+        stage: dict[fx.Node, int] = {}
+        for gather, before in steps.items():
+            stage[gather] = max((stage[earlier] + 1 for earlier in before if earlier in steps), default=0)
+        for number in range(max(stage.values(), default=-1), -1, -1):
+            _prefetch(sorted(g for g in steps if stage[g] == number), steps)
     return module
+
+
+def _prefetch(gathers: Sequence[fx.Node], steps: Mapping[fx.Node, set[fx.Node]]) -> None:
+    waits = [wait_of(g) for g in gathers]
+    limit = _bytes_under_way(gathers)
+    first, ahead = 0, 0  # what is under way beside the first of those that are not yet read
+    for k, gather in enumerate(gathers):
+        ahead += int(gather.meta["bytes"]) if k else 0
+        while first < k and ahead > limit:
+            first += 1
+            ahead -= int(gathers[first].meta["bytes"])
+        for node in (*sorted(steps[gather]), gather):
+            if waits[first] < node:
+                waits[first].prepend(node)
 
 
 def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
@@ -60,37 +68,52 @@ def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
 
     Nothing reads a reduced gradient before the optimizer, so its wait would sink to the end and every unreduced
     gradient with it.  The oldest is waited for before a new reduction would bring the bytes under way above the largest
-    single reduction, and above two full buckets.
+    single reduction, and above two full buckets.  Where a gradient is reduced along one axis after another, the next
+    reduction starts when the one before it is waited for, and is bounded in the same way.
     """
     output = module.graph.output_node()
-    order = {node: i for i, node in enumerate(module.graph.nodes)}
     reductions = [c for c in _collectives(module.graph, "reduce_scatter", "all_reduce") if c.meta["backward"]]
-    finals = [c for c in reductions if _read_by(c, output, order)]
-    limit = _bytes_under_way(finals)
+    after = {c: steps for c in reductions if (steps := steps_after(c)) is not None}
+    for node in sorted(set().union(*after.values())):
+        output.prepend(node)
+    stage = dict.fromkeys(after, 0)
+    for reduction, steps in after.items():
+        for later in steps & after.keys():
+            stage[later] = max(stage[later], stage[reduction] + 1)
+    for number in range(max(stage.values(), default=-1) + 1):
+        _bound(sorted(c for c in after if stage[c] == number), after)
+    return module
+
+
+def _bound(reductions: Sequence[fx.Node], after: Mapping[fx.Node, set[fx.Node]]) -> None:
+    limit = _bytes_under_way(reductions)
     under_way: deque[fx.Node] = deque()
     total = 0
-    for reduction in finals:
+    for reduction in reductions:
         size = int(reduction.meta["bytes"])
         while under_way and total + size > limit:
             oldest = under_way.popleft()
             total -= int(oldest.meta["bytes"])
-            for node in _with_layout(wait_of(oldest), order):
-                reduction.prepend(node)
+            _finish(oldest, after[oldest], reduction)
         under_way.append(reduction)
         total += size
-    return module
+
+
+def _finish(reduction: fx.Node, after: set[fx.Node], place: fx.Node) -> None:
+    """Wait for a reduction before `place` and start what comes next, unless that takes more than is there by then."""
+    begun: set[fx.Node] = set()
+    for node in sorted(after):
+        ready = all(used < place for used in node.all_input_nodes)
+        if ready and place < node and begun.isdisjoint(node.all_input_nodes):
+            place.prepend(node)
+            if collective_kind(node):
+                begun.add(node)
 
 
 def _bytes_under_way(collectives: Sequence[fx.Node]) -> int:
     """How many bytes may be under way at once: the largest, or two buckets, so that a link need not wait between
     them."""
     return max([2 * coalesce.BUCKET_BYTES, *(int(c.meta["bytes"]) for c in collectives)])
-
-
-def _read_by(reduction: fx.Node, output: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Whether only the graph's output reads what a reduction gives."""
-    steps = _with_layout(wait_of(reduction), order)
-    return {user for step in steps for user in step.users} - set(steps) == {output}
 
 
 def _collectives(graph: fx.Graph, *kinds: str) -> Sequence[fx.Node]:
