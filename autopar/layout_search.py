@@ -6,14 +6,14 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.cost_model.simulate import Simulation
 from autopar.graph import JointGraph
 from autopar.layouts import MODES, Layout, storages
 from autopar.plan import RECOMPUTE_LEVELS, Plan
-from autopar.regions import find_regions, region_of
+from autopar.regions import find_regions, inner_modules, region_of
 from autopar.solver import Choice, OptionCost, Problem, enumerated, peak, smallest, solve, step_time
 from autopar.whole_plan import Split, even_splits
 
@@ -41,12 +41,24 @@ SLACK = 0.02
 """By how much an estimated time may be off."""
 
 
+MIN_SHARE = 1 / 8
+"""A module inside of a block has an option of its own if it keeps for the backward pass at least this share of what all
+blocks keep."""
+
+
 @dataclass(frozen=True)
 class Option:
-    """What is decided for a region: how its parameters rest, and what it recomputes."""
+    """What is decided for a region: how its parameters rest, and what it recomputes.
+
+    Attributes:
+        mode: one of `MODES`.
+        level: a recomputation level, or None.
+        full_in: a module inside the region that recomputes everything, as its path from there; empty for none.
+    """
 
     mode: str
     level: str | None
+    full_in: str = ""
 
 
 OPTIONS = tuple(Option(mode, level) for mode in MODES for level in (None, *RECOMPUTE_LEVELS))
@@ -80,6 +92,7 @@ class LayoutSearch:
         units = (run.units[held] for run in self.joint.runs for held in run.held)
         self.part_of.update((block, unit[0]) for unit in units for block in unit if block in self.part_of)
         self.parts = tuple(dict.fromkeys(self.part_of.values()))
+        self.inner = inner_modules(self.joint, self.regions)
         self.storage = storages(self.joint, self.layout)
         self.splits = even_splits(self.joint.runs)
         self.num_units: dict[str, int] = {}  # those that each inner part stands for when they are split evenly
@@ -91,8 +104,26 @@ class LayoutSearch:
     def plan(self, options: Mapping[str, Option]) -> Plan:
         """The plan that gives each part its option."""
         storage = {path: modes[options[self._owner(path)].mode] for path, modes in self.storage.items()}
-        levels = {region: options[part].level for region, part in self.part_of.items()}
-        return self.layout.plan(storage, {region: level for region, level in levels.items() if level is not None})
+        levels = {region: level for region, part in self.part_of.items() if (level := options[part].level) is not None}
+        for region, part in self.part_of.items():
+            if options[part].full_in in self.inner.get(region, ()):
+                levels[f"{region}.{options[part].full_in}"] = "full"
+        return self.layout.plan(storage, levels)
+
+    @cached_property
+    def options(self) -> tuple[Option, ...]:
+        """What the solve chooses among: with what is `choosable`, options that recompute everything in one of a block's
+        modules and the cheap ops in the rest, for modules that keep much for the backward pass."""
+        saved: dict[str, int] = {}
+        for live in self.simulate(BASE).live_after_forward:
+            block = region_of(live.module, self.inner)
+            if live.kind == "activations" and block is not None:
+                name = live.module[len(block) + 1 :].partition(".")[0]
+                saved[name] = saved.get(name, 0) + live.num_bytes
+        names = dict.fromkeys(name for found in self.inner.values() for name in found)
+        large = [name for name in names if saved.get(name, 0) > MIN_SHARE * sum(saved.values())]
+        cheap = (option for option in self.choosable if option.level == "selective")
+        return (*self.choosable, *(replace(option, full_in=name) for option in cheap for name in large))
 
     def _owner(self, path: str) -> str:
         return self._part(path.rpartition(".")[0])
@@ -151,15 +182,16 @@ class LayoutSearch:
 
     def _costs(self) -> dict[str, list[OptionCost]]:
         """Each part's cost with each option.  How parameters rest and what is recomputed are taken to add up."""
-        options, base = self.choosable, self._shares(BASE)
+        options, base = self.options, self._shares(BASE)
         by_mode = {mode: self._shares(Option(mode, None)) for mode in dict.fromkeys(o.mode for o in options)}
-        by_level = {level: self._shares(Option(BASE.mode, level)) for level in dict.fromkeys(o.level for o in options)}
+        levels = dict.fromkeys((option.level, option.full_in) for option in options)
+        by_level = {level: self._shares(Option(BASE.mode, *level)) for level in levels}
         costs: dict[str, list[OptionCost]] = {}
         for part in self.parts:
             start = base[part]
             costs[part] = []
             for option in options:
-                mode, level = by_mode[option.mode][part], by_level[option.level][part]
+                mode, level = by_mode[option.mode][part], by_level[option.level, option.full_in][part]
                 costs[part].append(
                     OptionCost(
                         time_s=max(0.0, mode.time_s + level.time_s - start.time_s),
@@ -175,9 +207,7 @@ class LayoutSearch:
         """Each part's share of the step, or one unit's of those that it stands for, when all take one option."""
         simulation = self.simulate(option)
         time_s, rest, saved, grads = (dict.fromkeys(self.parts, 0.0) for _ in range(4))
-        stepping_s = (
-            simulation.compute_s
-        )  # less what the ops take it is the optimizer's step, which each part's state shares
+        stepping_s = simulation.compute_s  # less what ops take: the optimizer's step, which each part's state shares
         for module, spent in simulation.by_module.items():
             part = self._part(module)
             time_s[part] += spent.total_s
@@ -221,7 +251,7 @@ class LayoutSearch:
     def _assign(self, classes: Sequence[Sequence[_Member]], choice: Choice, problem: Problem) -> Chosen | None:
         """Who takes which option: of alike parts the first ones keep least, since they keep it longest.  None if more
         than two options meet in what a run's inner units stand for."""
-        options, taken = self.choosable, dict[_Member, Option]()
+        options, taken = self.options, dict[_Member, Option]()
         for members, counts, costs in zip(classes, choice, problem.costs, strict=True):
             order = sorted(range(len(options)), key=lambda i: (costs[i].saved, costs[i].rest))
             chosen = itertools.chain.from_iterable(itertools.repeat(options[i], counts[i]) for i in order)

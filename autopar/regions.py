@@ -38,6 +38,19 @@ def find_regions(joint: JointGraph) -> tuple[str, ...]:
     return tuple({**regions, "": None})
 
 
+def inner_modules(joint: JointGraph, regions: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Of each region that is a block, the modules directly inside that have modules with parameters inside, such as
+    attention and a feed-forward net, by their names there."""
+    found: dict[str, dict[str, None]] = {}
+    for path in joint.param_nodes():
+        owner = path.rpartition(".")[0]
+        block = region_of(owner, regions) or ""
+        name, dot, _ = owner[len(block) + 1 :].partition(".")
+        if dot and block.rpartition(".")[2].isdigit():
+            found.setdefault(block, {})[name] = None
+    return {block: tuple(names) for block, names in found.items()}
+
+
 def prefixes(path: str) -> list[str]:
     """A module path and those of the modules that hold it, the outermost first; the root is left out."""
     parts = path.split(".")
