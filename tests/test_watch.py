@@ -104,6 +104,7 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
         assert "): rank 2 has given no sign of life for 3 s: its process or host is gone" in end["message"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> None:
     for end in ended("hangs in backward", tmp_path, 5).values():
         assert end["error"] == "CollectiveError"
