@@ -101,6 +101,7 @@ __all__ = [
     "is_plain_fake",
     "is_value_read",
     "job_store",
+    "load_tracer",
     "meta_of",
     "new_fake_mode",
     "registered_decomposition",
@@ -339,6 +340,12 @@ def new_fake_mode(allow_value_reads: bool = True, known: KnownOps | None = None)
     shape_env = ShapeEnv(allow_scalar_outputs=allow_value_reads, allow_dynamic_output_shape_ops=allow_value_reads)
     known = {} if known is None else known
     return QuickFakeMode(known, shape_env=shape_env, static_shapes=True, allow_non_fake_inputs=True)
+
+
+def load_tracer() -> None:
+    """Import what `capture_joint` needs of PyTorch, which takes a fourth of a second where nobody did before."""
+    import torch._functorch.aot_autograd
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 
 def capture_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> fx.GraphModule:

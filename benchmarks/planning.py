@@ -6,8 +6,8 @@
 NAME is what `autopar plan` takes: a built-in shape, a directory with a Hugging Face config, `module:factory`.
 Importing libraries and building the module are not counted.  OUT is
 
-    {"model", "cluster", "phases_s": {"trace", "search", "report"}, "total_s", "cpu_s", "peak_rss_gib", "num_variables",
-     "gap", "num_nodes", "predicted_step_s", "predicted_peak_gib"}
+    {"model", "cluster", "phases_s": {"trace", "search", "report"}, "phases_cpu_s", "total_s", "cpu_s", "peak_rss_gib",
+     "num_variables", "gap", "num_nodes", "predicted_step_s", "predicted_peak_gib"}
 
 `num_variables` is the number of regions that take an option each, times the options, times the layouts; `gap` is how
 much longer the step takes than the least computing of any plan that was simulated, which is a bound that no collective
@@ -15,14 +15,16 @@ enters.
 `num_nodes` is of the graph that is planned on.  With `--full-trace`, "full_trace" has the seconds that tracing every
 layer takes, to compare with.
 
-    python -m benchmarks.planning --sweep layers|axes|ranks --json OUT [--svg FILE]
+    python -m benchmarks.planning --sweep layers|axes|ranks|all --json OUT [--svg DIRECTORY]
 
-times one model against its layers, the axes of its mesh, or the number of ranks, and draws what came out.
+times one model against its layers, the axes of its mesh, or the number of ranks, each point in a cold process, and
+draws what came out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -36,6 +38,7 @@ from typing import Any
 
 import torch
 
+from autopar._compat import load_tracer
 from autopar.api import split_call
 from autopar.cluster import Cluster, budget_bytes
 from autopar.compiler import Compiler
@@ -48,14 +51,27 @@ from autopar.trace import trace
 
 GIB = 2**30
 
-SWEEPS: dict[str, list[list[str]]] = {
-    "layers": [["--model", "llama3-8b", "--cluster", "8x8 H100-80GB", "--layers", str(n)] for n in (2, 8, 32, 128)],
-    "axes": [["--model", "llama3-8b", "--cluster", "8x8 H100-80GB", "--mesh", m] for m in ("64", "8x8", "4x4x4")],
-    "ranks": [
-        ["--model", "llama3-8b", "--cluster", cluster]
-        for cluster in ("2 H100-80GB", "8 H100-80GB", "8x8 H100-80GB", "128x8 H100-80GB", "2048x8 H100-80GB")
-    ],
-}
+SWEPT = ["--model", "llama3-8b", "--cluster", "8x8 H100-80GB"]
+"""What a sweep changes in one respect."""
+
+SWEEPS: dict[str, tuple[str, dict[str, list[str]]]] = {
+    "layers": (
+        "layers, on 8x8 H100-80GB",
+        {"2": ["--layers", "2"], "8": ["--layers", "8"], "32": [], "128": ["--layers", "128"]},
+    ),
+    "axes": ("shape of the mesh of 64 ranks", {"64": ["--mesh", "64"], "8x8": [], "4x4x4": ["--mesh", "4x4x4"]}),
+    "ranks": (
+        "ranks (H100-80GB, 8 a node)",
+        {
+            "2": ["--cluster", "2 H100-80GB"], "8": ["--cluster", "8 H100-80GB"], "64": [],
+            "1024": ["--cluster", "128x8 H100-80GB"], "16384": ["--cluster", "2048x8 H100-80GB"],
+        },
+    ),
+}  # fmt: skip
+"""For each sweep what is varied, and the points: a label, and what is added to the arguments."""
+
+PHASES = {"trace": "#4477aa", "search": "#ee6677", "report": "#ccbb44"}
+"""The phases of planning, each with its colour."""
 
 
 def plan_once(args: argparse.Namespace) -> dict[str, Any]:
@@ -67,15 +83,19 @@ def plan_once(args: argparse.Namespace) -> dict[str, Any]:
         args.model, cluster.num_ranks, batch=args.batch, seq=args.seq, dtype=torch.bfloat16, num_layers=args.layers
     )
     inputs, kwargs = split_call(call.example_inputs)
-    start, cpu = time.perf_counter(), time.process_time()
+    load_tracer()
+    moments = [(time.perf_counter(), time.process_time())]
     compiler = Compiler(call.model, sizes, cluster, args.mem_gb)
     whole = compiler.trace(inputs, kwargs, train=True)
     joint = compiler.trace(inputs, kwargs, train=True, whole=False)  # kept from before
-    traced = time.perf_counter()
+    moments.append((time.perf_counter(), time.process_time()))
     candidates = compiler.candidates(joint, budget_bytes(args.mem_gb, cluster))
-    searched = time.perf_counter()
+    moments.append((time.perf_counter(), time.process_time()))
     plan = compiler.plan(whole)
-    done, cpu_s = time.perf_counter(), time.process_time() - cpu
+    moments.append((time.perf_counter(), time.process_time()))
+    wall_s, cpu_s = (
+        [after - before for before, after in itertools.pairwise(clock)] for clock in zip(*moments, strict=True)
+    )
     layouts = find_layouts(joint, sizes, cluster.ranks_per_node)
     assert plan.report is not None
     row = {
@@ -85,9 +105,10 @@ def plan_once(args: argparse.Namespace) -> dict[str, Any]:
         "strategy": plan.strategy,
         "layers": args.layers,
         "ranks": cluster.num_ranks,
-        "phases_s": {"trace": traced - start, "search": searched - traced, "report": done - searched},
-        "total_s": done - start,
-        "cpu_s": cpu_s,
+        "phases_s": dict(zip(PHASES, wall_s, strict=True)),
+        "phases_cpu_s": dict(zip(PHASES, cpu_s, strict=True)),
+        "total_s": sum(wall_s),
+        "cpu_s": sum(cpu_s),
         "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
         "num_variables": len(find_regions(joint)) * len(OPTIONS) * len(layouts),
         "num_simulated": len({id(p.simulation) for p in candidates}),
@@ -103,28 +124,48 @@ def plan_once(args: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def sweep(name: str, out: Path) -> list[dict[str, Any]]:
-    """One cold process for each point."""
-    rows = []
-    for arguments in SWEEPS[name]:
-        part = out.with_suffix(".part.json")
-        command = [sys.executable, "-m", "benchmarks.planning", *arguments, "--json", str(part)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        rows.append({**json.loads(part.read_text()), "arguments": arguments})
-        part.unlink()
-    return rows
+def sweep(names: Sequence[str], out: Path) -> dict[str, list[dict[str, Any]]]:
+    """For each sweep its points, each timed in a cold process; one that occurs in several sweeps is timed once."""
+    timed: dict[tuple[str, ...], dict[str, Any]] = {}
+    part = out.with_suffix(".part.json")
+    for extra in (extra for name in names for extra in SWEEPS[name][1].values()):
+        if tuple(extra) not in timed:
+            command = [sys.executable, "-m", "benchmarks.planning", *SWEPT, *extra, "--json", str(part)]
+            subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            timed[tuple(extra)] = json.loads(part.read_text())
+            part.unlink()
+    return {name: [{"point": label, **timed[tuple(e)]} for label, e in SWEEPS[name][1].items()] for name in names}
 
 
 def draw(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Seconds of each point as bars, in SVG."""
-    longest = max(row["cpu_s"] for row in rows)
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{40 + 28 * len(rows)}" font-size="13">']
-    lines.append(f'<text x="8" y="20">CPU seconds of planning Llama-3 8B, by {name}</text>')
+    """CPU seconds of each point as a bar of its phases over an axis, in SVG."""
+    most = max(row["cpu_s"] for row in rows)
+    step = next(step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 1000) if most / step <= 8)
+    num_steps = int(most / step) + 1
+    left, top, width, height = 110, 56, 500, 26 * len(rows)
+    scale, bottom = width / (num_steps * step), top + height
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="680" height="{bottom + 48}" font-size="13"'
+        ' font-family="sans-serif">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="8" y="20">Planning Llama-3 8B, by {SWEEPS[name][0]}</text>',
+    ]
+    for i, (phase, colour) in enumerate(PHASES.items()):
+        lines.append(f'<rect x="{left + 90 * i}" y="32" width="12" height="12" fill="{colour}"/>')
+        lines.append(f'<text x="{left + 90 * i + 18}" y="43">{phase}</text>')
+    for tick in range(num_steps + 1):
+        x = left + scale * step * tick
+        lines.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" stroke="#cccccc"/>')
+        lines.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{step * tick:g}</text>')
+    lines.append(f'<text x="{left + width / 2}" y="{bottom + 36}" text-anchor="middle">CPU seconds, one core</text>')
     for i, row in enumerate(rows):
-        y, width = 34 + 28 * i, 380 * row["cpu_s"] / longest
-        lines.append(f'<text x="8" y="{y + 14}">{row["arguments"][-1]}</text>')
-        lines.append(f'<rect x="150" y="{y}" width="{width:.0f}" height="18" fill="#4477aa"/>')
-        lines.append(f'<text x="{156 + width:.0f}" y="{y + 14}">{row["cpu_s"]:.1f} s</text>')
+        y, x = top + 26 * i + 4, float(left)
+        lines.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{row["point"]}</text>')
+        for phase, colour in PHASES.items():
+            length = scale * row["phases_cpu_s"][phase]
+            lines.append(f'<rect x="{x:.1f}" y="{y}" width="{length:.1f}" height="18" fill="{colour}"/>')
+            x += length
+        lines.append(f'<text x="{x + 6:.1f}" y="{y + 14}">{row["cpu_s"]:.1f}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -137,15 +178,15 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--mem-gb", type=float)
     parser.add_argument("--full-trace", action="store_true")
-    parser.add_argument("--sweep", choices=SWEEPS)
+    parser.add_argument("--sweep", choices=[*SWEEPS, "all"])
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     if args.sweep:
-        rows = sweep(args.sweep, args.json)
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
-        if args.svg:
-            args.svg.write_text(draw(args.sweep, rows))
+        swept = sweep(list(SWEEPS) if args.sweep == "all" else [args.sweep], args.json)
+        args.json.write_text(json.dumps(swept, indent=1) + "\n")
+        for name, rows in swept.items() if args.svg else ():
+            (args.svg / f"planning_{name}.svg").write_text(draw(name, rows))
         return
     if args.model is None or args.cluster is None:
         parser.error("--model and --cluster are needed, or --sweep")

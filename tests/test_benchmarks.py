@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch import nn
 
 from autopar.errors import TraceError, VerificationError
-from benchmarks import auto_steps, compare_steps, coverage, hosts, models_table, planner, step, zoo
+from benchmarks import auto_steps, compare_steps, coverage, hosts, models_table, planner, planning, step, zoo
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = [
@@ -318,3 +319,38 @@ def test_table_of_models_says_what_is_equal_and_why_the_rest_is_not(registry: Pa
     assert "| other |  | refused |" in text
     assert "* `other` (tp): module a, b.py:3 depends on values" in text
     assert "dominates" in text
+
+
+@pytest.mark.parametrize("name", planning.SWEEPS)
+def test_a_sweep_of_planning_is_drawn_to_scale(name: str) -> None:
+    labels = list(planning.SWEEPS[name][1])
+    rows = [
+        {"point": label, "cpu_s": 3.0 * i, "phases_cpu_s": {"trace": 1.0 * i, "search": 1.5 * i, "report": 0.5 * i}}
+        for i, label in enumerate(labels, 1)
+    ]
+    picture = ElementTree.fromstring(planning.draw(name, rows))
+    texts = [node.text for node in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert "CPU seconds, one core" in texts
+    assert set(labels) | set(planning.PHASES) <= set(texts)
+    assert [f"{row['cpu_s']:.1f}" for row in rows] == [text for text in texts if text and text.endswith(".0")]
+    bars = [node for node in picture.iter("{http://www.w3.org/2000/svg}rect") if node.get("height") == "18"]
+    widths = [float(bar.get("width", "nan")) for bar in bars]
+    seconds = [row["phases_cpu_s"][phase] for row in rows for phase in planning.PHASES]
+    assert max(float(bar.get("x", "nan")) + width for bar, width in zip(bars, widths, strict=True)) < 680
+    assert [width / widths[0] for width in widths] == pytest.approx([s / seconds[0] for s in seconds], abs=0.05)
+
+
+def test_a_point_of_several_sweeps_is_timed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> None:
+        commands.append(command)
+        Path(command[-1]).write_text(json.dumps({"cpu_s": len(commands)}))
+
+    monkeypatch.setattr(planning.subprocess, "run", run)
+    swept = planning.sweep(list(planning.SWEEPS), tmp_path / "out.json")
+    assert {name: [row["point"] for row in rows] for name, rows in swept.items()} == {
+        name: list(points) for name, (_, points) in planning.SWEEPS.items()
+    }
+    assert len(commands) == len({tuple(command[:-1]) for command in commands}) == 10
+    assert not list(tmp_path.glob("*.part.json"))
