@@ -15,6 +15,8 @@ from torch import nn
 _COVERED = ("torch", "builtins", "abc", "typing", "collections")
 """Packages whose classes need no digest: their versions are compared."""
 
+_READ = (".py", ".csv", ".json")
+
 
 def versions() -> dict[str, str]:
     """Package -> its version here."""
@@ -29,7 +31,7 @@ def code_of(model: nn.Module) -> dict[str, str]:
     """What is compared -> a digest of it: autopar's own files, and each file that defines a class of the model, base
     classes included.  Classes without a file, as those of a prompt, are left out."""
     names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
-    found = {"code of autopar": _own_code()}
+    found = {"code of autopar": own_code()}
     for name in sorted(names):
         path = getattr(sys.modules.get(name), "__file__", None)
         if path and name.partition(".")[0] not in _COVERED and Path(path).is_file():
@@ -38,10 +40,11 @@ def code_of(model: nn.Module) -> dict[str, str]:
 
 
 @functools.cache
-def _own_code() -> str:
+def own_code() -> str:
+    """A digest of autopar's own files, code and tables: its version alone does not change as they do."""
     folder = Path(__file__).parent
     stages = (folder, *(folder / stage for stage in ("cost_model", "passes", "runtime")))
-    return _digest(sorted(path for stage in stages for path in stage.glob("*.py")))
+    return _digest(sorted(path for stage in stages for path in stage.iterdir() if path.suffix in _READ))
 
 
 def _digest(paths: list[Path]) -> str:

@@ -7,16 +7,15 @@ it executes nothing.  It is used only if it is whole and fits what is asked; oth
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import warnings
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 
 import torch
 
+from autopar.code_versions import own_code
 from autopar.errors import InputError, PlanError
 from autopar.graph import JointGraph, describe_value
 from autopar.plan import Plan
@@ -42,7 +41,7 @@ def request_key(joint: JointGraph, *asked: object) -> str:
     its value lies in memory, the batch dims and tied names; and autopar's code and tables, and the rules of the user's.
     """
     digest = hashlib.sha256()
-    for part in (joint.fingerprint(), *asked, _planner_digest(), torch.__version__, sorted(user_rules().items())):
+    for part in (joint.fingerprint(), *asked, own_code(), torch.__version__, sorted(user_rules().items())):
         digest.update(f"{part!r}\n".encode())
     digest.update(f"{sorted(joint.batch_dims.items())} {sorted(joint.tied.items())} {joint.trains}\n".encode())
     for node in joint.module.graph.nodes:
@@ -55,17 +54,6 @@ def _layout(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{describe_value(value)} {value.stride()} {value.device} {value.requires_grad}"
     return " ".join(map(_layout, value)) if isinstance(value, (tuple, list)) else ""
-
-
-@functools.cache
-def _planner_digest() -> str:
-    """A digest of the code and the tables that plans are made with: a version alone does not change as they do."""
-    digest = hashlib.sha256()
-    for package in ("autopar", "autopar.passes", "autopar.cost_model"):
-        for file in sorted(resources.files(package).iterdir(), key=lambda one: one.name):
-            if file.name.endswith((".py", ".csv", ".json")):
-                digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
 
 
 def open_cache(wanted: bool = True) -> PlanCache | None:

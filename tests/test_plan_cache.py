@@ -169,7 +169,7 @@ def test_a_rule_of_the_users_makes_another_plan(directory: Path, monkeypatch: py
 
 def test_another_planner_makes_another_plan(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned()
-    monkeypatch.setattr(plan_cache, "_planner_digest", lambda: "another version")
+    monkeypatch.setattr(plan_cache, "own_code", lambda: "another version")
     assert not planned().from_cache
 
 
