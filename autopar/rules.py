@@ -122,6 +122,10 @@ class Call:
         """The tensor arguments in order, each with its argument's name."""
         return [(name, node) for name, value in self._given for node in _tensor_nodes(value)]
 
+    def own(self, inputs: Mapping[str, Dims | list[Dims]]) -> dict[str, Dims | list[Dims]]:
+        """Of what a rule for several ops says of arguments, what is of this op's."""
+        return {name: dims for name, dims in inputs.items() if name in argument_names(self.op)}
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Global shape of the tensor argument `name`."""
         return tuple(self.args[name].meta["val"].shape)
@@ -251,8 +255,11 @@ def build(
     do not follow from the shapes.  Names in `whole` that no term has are left out.
 
     Raises:
-        RuleError: if a term has another number of dims than the tensor, or a factor two sizes.
+        RuleError: if a term has another number of dims than the tensor, a factor two sizes, or the op no argument of a
+            name: to take that argument as whole would be wrong.
     """
+    if unknown := [name for name in inputs if name not in argument_names(call.op)]:
+        raise RuleError(f"{call.op} has no argument {unknown[0]!r}; it has {', '.join(argument_names(call.op))}")
     pending = {name: list(dims) if isinstance(dims, list) else [dims] for name, dims in inputs.items()}
     bound: list[Dims] = []
     positions: dict[str, list[int]] = {}

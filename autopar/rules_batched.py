@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules import Call, Dims, OpRule, build, derives
+from autopar.rules import Call, Dims, OpRule, argument_names, build, derives
 from autopar.rules_view import names, opaque
 
 aten = torch.ops.aten
@@ -62,13 +62,14 @@ def distances_backward(call: Call) -> OpRule:
     pairs: Dims = (*lead, ("p",), ("r",))
     if call.shape("x1")[:-2] != call.shape("x2")[:-2]:
         return opaque(call)
+    gradient = argument_names(call.op)[0]  # PyTorch 2.14 has named it anew
     inputs: dict[str, Dims | list[Dims]] = {
-        "grad": pairs,
+        gradient: pairs,
         "x1": (*lead, ("p",), ("m",)),
         "x2": (*lead, ("r",), ("m",)),
         "cdist": pairs,
     }
-    return build(call, inputs, [(*lead, ("p",), ("m",))], whole=["m"], linear=[["grad"]])
+    return build(call, inputs, [(*lead, ("p",), ("m",))], whole=["m"], linear=[[gradient]])
 
 
 @derives(aten._ctc_loss.Tensor, aten._ctc_loss_backward.Tensor)
@@ -83,4 +84,4 @@ def ctc_loss(call: Call) -> OpRule:
     inputs |= dict.fromkeys(("input_lengths", "target_lengths", "grad", "neg_log_likelihood"), row)
     inputs["log_alpha"] = alphas = (("n",), ("u",), ("a",))
     outs: list[Dims] = [scores] if "grad" in call.args else [row, alphas]
-    return build(call, inputs, outs, whole=["t", "c", "s", "u", "a"], even=["n"])
+    return build(call, call.own(inputs), outs, whole=["t", "c", "s", "u", "a"], even=["n"])

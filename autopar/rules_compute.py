@@ -209,7 +209,7 @@ def layer_norm(call: Call) -> OpRule:
     tail = tuple((f,) for f in base[rank - normal :])
     lead = tuple((f,) for f in base[: rank - normal])
     statistics = (*lead, *(() for _ in range(normal)))
-    inputs: dict[str, Dims | list[Dims]] = {"input": (*lead, *tail), "weight": tail, "bias": tail}
+    inputs = call.own({"input": (*lead, *tail), "weight": tail, "bias": tail})
     return build(call, inputs, [(*lead, *tail), *[statistics] * (len(call.outputs) - 1)], whole=base[rank - normal :])
 
 
@@ -222,14 +222,8 @@ def layer_norm_backward(call: Call) -> OpRule:
     tail = tuple((f,) for f in base[rank - normal :])
     full = tuple((f,) for f in base)
     statistics = (*full[: rank - normal], *(() for _ in range(normal)))
-    inputs: dict[str, Dims | list[Dims]] = {
-        "grad_out": full,
-        "input": full,
-        "mean": statistics,
-        "rstd": statistics,
-        "weight": tail,
-        "bias": tail,
-    }
+    by_name = dict.fromkeys(("grad_out", "input"), full) | dict.fromkeys(("mean", "rstd"), statistics)
+    inputs = call.own(by_name | dict.fromkeys(("weight", "bias"), tail))
     outs: list[Dims] = [full, *[tail] * (len(call.outputs) - 1)]
     outs = [dims if isinstance(v, torch.Tensor) else () for dims, v in zip(outs, call.outputs, strict=True)]
     return build(call, inputs, outs, whole=base[rank - normal :])

@@ -24,7 +24,7 @@ from autopar._compat import OpOverloadPacket
 from autopar.errors import RuleError
 from autopar.mesh import Mesh
 from autopar.passes.propagate import Cut
-from autopar.rules import OpRule, parse_rule, register_sharding_rule, rule_for, tensor_inputs
+from autopar.rules import Call, OpRule, build, parse_rule, register_sharding_rule, rule_for, tensor_inputs
 
 aten = torch.ops.aten
 GRID = Mesh(("dp", "tp"), (2, 2))
@@ -69,6 +69,13 @@ def free_factors(rule: OpRule) -> set[str]:
 
 def test_every_derived_rule_has_a_case() -> None:
     assert set(rules._DERIVERS) - {case.op for case in CASES} == set()
+
+
+def test_a_rule_for_an_argument_that_the_op_has_not_is_refused() -> None:
+    """Else the argument of another PyTorch's name for it would be taken as whole."""
+    call = Call(built(next(case for case in CASES if case.op is aten.mm.default)).call)
+    with pytest.raises(RuleError, match="has no argument 'left'; it has self, mat2"):
+        build(call, {"left": (("m",), ("k",)), "mat2": (("k",), ("n",))}, [(("m",), ("n",))])
 
 
 @EVERY_CASE
