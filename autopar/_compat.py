@@ -66,6 +66,7 @@ __all__ = [
     "AOTInput",
     "AOTOutput",
     "BoxedCodeGen",
+    "FakeMaker",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
@@ -76,7 +77,6 @@ __all__ = [
     "OpOverloadPacket",
     "PlainAOTInput",
     "PlainAOTOutput",
-    "QuickFakeMode",
     "QuickGraph",
     "StorageInfo",
     "StridedShard",
@@ -140,29 +140,53 @@ KnownOps = dict[Hashable, Any]
 """What ops make, by op, constants and kinds of tensors."""
 
 
-class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A fake tensor mode that finds sooner what it did before.
+class FakeMaker:
+    """Makes fake tensors of meta tensors.
+
+    `FakeTensor(mode, elem, device)` does the same, but takes several times as long, for attributes that are the same in
+    all of them.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+
+    def __call__(self, elem: torch.Tensor, device: torch.device) -> FakeTensor:
+        """A fake tensor on `device` of the size, strides and dtype of `elem`."""
+        if device not in self._attributes:
+            self._attributes[device] = dict(vars(FakeTensor(self._mode, elem, device)))
+        made = torch.Tensor._make_subclass(
+            FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(self._attributes[device])
+        return made
+
+
+class _QuickDispatch:
+    """Lets a fake tensor mode find sooner what it did before.
 
     PyTorch's own memory of results compares all that can matter to any op, which takes longer than what most ops do.
     Here it is the shapes, strides, dtypes and devices of dense tensors; ops on anything else, with side effects, or
-    with results that depend on values, are left to PyTorch.
+    with results that depend on values, are left to PyTorch.  (No mode of a class of its own: PyTorch finds the rules
+    of higher-order ops by a mode's class.)
     """
 
-    def __init__(self, known: KnownOps, **options: Any) -> None:
-        super().__init__(**options)
-        self.cache_enabled = False
-        self._known = known
-        self._attributes: dict[torch.device, dict[str, Any]] = {}
+    def __init__(self, mode: FakeTensorMode, known: KnownOps) -> None:
+        self._mode, self._known, self._fake = mode, known, FakeMaker(mode)
+        self._usual = mode.dispatch
+        mode.cache_enabled = False
+        mode.dispatch = self.dispatch  # type: ignore[method-assign]
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As `FakeTensorMode.dispatch`."""
         reads: list[FakeTensor] = []
         key = self._key(func, args, kwargs or {}, reads)
         if key is None:
-            return super().dispatch(func, types, args, kwargs or {})
+            return self._usual(func, types, args, kwargs or {})
         found = self._known.get(key)
         if found is None:
-            result = super().dispatch(func, types, args, kwargs or {})
+            result = self._usual(func, types, args, kwargs or {})
             self._remember(key, reads, result)
             return result
         return self._make(found, reads) if isinstance(found, _Made) else [self._make(one, reads) for one in found]
@@ -196,7 +220,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _is_plain(self, tensor: FakeTensor) -> bool:
         is_dense = tensor.layout is torch.strided and not tensor.dtype.is_complex and not tensor.is_neg()
-        is_known = tensor.fake_mode is self and tensor.constant is None and not tensor._has_symbolic_sizes_strides
+        is_known = tensor.fake_mode is self._mode and tensor.constant is None and not tensor._has_symbolic_sizes_strides
         return is_dense and is_known and tensor.dispatch_keys is None
 
     def _remember(self, key: Hashable, reads: Sequence[FakeTensor], result: Any) -> None:
@@ -212,26 +236,11 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._known[key] = made if several else made[0]
 
     def _make(self, made: _Made, reads: Sequence[FakeTensor]) -> FakeTensor:
-        with in_kernel_invocation_manager(self):
+        with in_kernel_invocation_manager(self._mode):
             elem = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
             if made.source is not None:
                 elem.set_(reads[made.source].untyped_storage(), made.offset, made.shape, made.stride)
-        return self.fake(elem, made.device)
-
-    def fake(self, elem: torch.Tensor, device: torch.device) -> FakeTensor:
-        """A fake tensor on `device` of the size, strides and dtype of a meta tensor.
-
-        As `FakeTensor(self, elem, device)` makes it, which takes several times as long for attributes that are the same
-        in all of them.
-        """
-        if device not in self._attributes:
-            self._attributes[device] = dict(vars(FakeTensor(self, elem, device)))
-        made = torch.Tensor._make_subclass(
-            FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device
-        )
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        vars(made).update(self._attributes[device])
-        return made
+        return self._fake(elem, made.device)
 
 
 _PLAIN_CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -329,7 +338,7 @@ def _name_of(target: Any) -> str:
     return str(fx.Graph()._target_to_str(target))
 
 
-def new_fake_mode(allow_value_reads: bool = True, known: KnownOps | None = None) -> QuickFakeMode:
+def new_fake_mode(allow_value_reads: bool = True, known: KnownOps | None = None) -> FakeTensorMode:
     """A fake tensor mode with static shapes, in which real tensors that a module holds on to may occur.
 
     Without `allow_value_reads`, an op whose result depends on a tensor's values (`.item()`, `nonzero`) raises where
@@ -338,8 +347,9 @@ def new_fake_mode(allow_value_reads: bool = True, known: KnownOps | None = None)
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes a second to import
 
     shape_env = ShapeEnv(allow_scalar_outputs=allow_value_reads, allow_dynamic_output_shape_ops=allow_value_reads)
-    known = {} if known is None else known
-    return QuickFakeMode(known, shape_env=shape_env, static_shapes=True, allow_non_fake_inputs=True)
+    mode = FakeTensorMode(shape_env=shape_env, static_shapes=True, allow_non_fake_inputs=True)
+    _QuickDispatch(mode, {} if known is None else known)
+    return mode
 
 
 def load_tracer() -> None:

@@ -14,8 +14,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autopar._compat import (
+    FakeMaker,
     FakeTensor,
-    QuickFakeMode,
+    FakeTensorMode,
     TorchDispatchMode,
     as_captured,
     device_of,
@@ -155,19 +156,16 @@ class KnownResults:
     with what the op reads, which nothing that is recorded depends on.
     """
 
-    def __init__(self, mode: QuickFakeMode) -> None:
-        self.mode = mode
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode, self._fake = mode, FakeMaker(mode)
         self._found: dict[int, Any] = {}
 
     def result(self, op: int) -> Any:
         """New tensors like those that an op gave; None if that is not known."""
         found = self._found.get(op)
         if isinstance(found, list):
-            return [self._like(*one) for one in found]
-        return None if found is None else self._like(*found)
-
-    def _like(self, elem: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return self.mode.fake(elem, device)
+            return [self._fake(*one) for one in found]
+        return None if found is None else self._fake(*found)
 
     def add(self, op: int, func: Any, reads: Sequence[torch.Tensor], result: Any) -> None:
         """Note what an op gave, if it would give the same again."""
