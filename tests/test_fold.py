@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
+from autopar.flat_module import FlatModule
 from autopar.graph import JointGraph
 from autopar.normalise import normalise
 from autopar.randomness import replace_random_ops
@@ -48,6 +49,38 @@ def test_what_is_not_alike_is_traced_whole(name: str) -> None:
     folded, whole = (trace(model, args, kwargs, fold=fold) for fold in (True, False))
     assert folded.runs == ()
     check_equal(folded, whole)
+
+
+class Doubled(nn.Module):
+    """A stack that may change a tensor in place."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.layers(x)
+        y = y.mul_(2) if self.in_place else y * 2
+        return {"loss": y.sum(), "out": y, "sign": y > 0}
+
+
+@pytest.mark.parametrize(("in_place", "num_calls"), [(False, 3), (True, 4)])
+def test_the_model_runs_once_for_the_graph_unless_it_writes_in_place(
+    in_place: bool, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice for the records, once for the graph, and else once more to learn what it changes."""
+    calls = []
+    run = FlatModule.run
+    monkeypatch.setattr(FlatModule, "run", lambda *args: calls.append(1) or run(*args))
+    model = Doubled(in_place)
+    args = (torch.empty(2, 4),)
+    folded = trace(model, args, {}, fold=True)
+    assert len(folded.runs) == 1
+    assert len(calls) == num_calls
+    whole = trace(model, args, {})
+    check_equal(unfold(folded), whole)
+    assert folded.output_tree.rebuild([0, 1, 2]) == whole.output_tree.rebuild([0, 1, 2])
 
 
 def check_equal(left: JointGraph, right: JointGraph) -> None:
