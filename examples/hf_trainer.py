@@ -68,6 +68,9 @@ class AutoparTrainer(Trainer):
             extra = autopar.load_checkpoint(f"{checkpoint}/autopar", self.model, self.optimizer)
             self.lr_scheduler.load_state_dict(extra["scheduler"])
 
+    def _load_best_model(self) -> None:
+        self.model.load_pretrained(self.state.best_model_checkpoint)
+
 
 class Lines(Dataset[dict[str, torch.Tensor]]):
     """Stretches of Python's own documentation, byte by byte."""
@@ -88,10 +91,11 @@ def build_model() -> GPT2LMHeadModel:
     config = GPT2Config(
         vocab_size=256, n_positions=SEQ, n_embd=48, n_layer=2, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
-        loss_type="ForCausalLM",
     )  # fmt: skip
     torch.manual_seed(0)
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # read off the class's name otherwise, which says nothing of it
+    return model
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
@@ -111,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
         per_device_eval_batch_size=arguments.rows // num_ranks, gradient_accumulation_steps=2, max_grad_norm=1.0,
         learning_rate=2e-3, lr_scheduler_type="cosine", warmup_steps=2, logging_steps=1, logging_nan_inf_filter=False,
         eval_strategy="steps", eval_steps=arguments.save_every, save_steps=arguments.save_every,
+        load_best_model_at_end=True, metric_for_best_model="loss",
         label_names=["labels"], remove_unused_columns=False, dataloader_drop_last=True, report_to=[], disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip

@@ -128,7 +128,8 @@ class ShardedParameters:
             state = optimizer.state.get(slot.parameter, {})
             for key, value in state.items():
                 if isinstance(value, DTensor):
-                    state[key] = full_to_placed(value.full_tensor(), slot.parameter, slot.sharding, layout)
+                    local = _own_part(value.full_tensor(), slot.sharding, layout)
+                    state[key] = _to_dtensor(local, slot.shape, slot.sharding, layout)
 
     @property
     def by_name(self) -> dict[str, DTensor]:
@@ -289,11 +290,18 @@ def _version(parameter: DTensor) -> int:
     return parameter._version + local_part(parameter)._version
 
 
-def _to_parameter(full: Tensor, sharding: Sharding, layout: Layout, requires_grad: bool) -> DTensor:
+def _own_part(full: Tensor, sharding: Sharding, layout: Layout) -> Tensor:
+    """This rank's part of a whole tensor, in memory of its own if it is not all of it, so that the whole can be freed,
+    and contiguous, as fused optimizers take it to be."""
     local = shard_tensor(full, sharding, layout.mesh, layout.rank)
     local = torch.empty_like(local, device=layout.device) if local.is_meta else local.to(layout.device)
     if local.numel() != full.numel() or not local.is_contiguous():
-        local = local.clone(memory_format=torch.contiguous_format)  # own memory: the whole tensor can be freed
+        local = local.clone(memory_format=torch.contiguous_format)
+    return local
+
+
+def _to_parameter(full: Tensor, sharding: Sharding, layout: Layout, requires_grad: bool) -> DTensor:
+    local = _own_part(full, sharding, layout)
     parameter = nn.Parameter(_to_dtensor(local, full.shape, sharding, layout), requires_grad=requires_grad)
     return cast(DTensor, parameter)  # it is one: `Parameter` only marks the tensor that it is given
 
