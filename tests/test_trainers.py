@@ -73,12 +73,12 @@ def test_the_trainer_logs_what_it_logs_on_a_single_device(gloo2: RankPool, tmp_p
 
     expected = trained("--steps", "5", "--out", str(tmp_path / "single"))
     flags = ("--steps", "5", "--strategy", strategy, "--out", str(tmp_path / "ranks"))
-    found, _ = gloo2.run(trained_on_ranks, *flags)
+    found, _ = gloo2.run(trained_on_ranks, *flags, timeout_s=300)
     assert [list(entry) for entry in found] == [list(entry) for entry in expected]
     assert "eval_loss" in found[3]
     torch.testing.assert_close(logged(found), logged(expected), rtol=1e-4, atol=0)
     shutil.rmtree(tmp_path / "ranks" / "checkpoint-5")
-    resumed, _ = gloo2.run(trained_on_ranks, *flags, "--resume")
+    resumed, _ = gloo2.run(trained_on_ranks, *flags, "--resume", timeout_s=300)
     assert resumed == found, "steps 4 and 5 again, after the record of the first three"
     weights = GPT2LMHeadModel.from_pretrained(tmp_path / "ranks" / "checkpoint-5").state_dict()
     for name, value in GPT2LMHeadModel.from_pretrained(tmp_path / "single" / "checkpoint-5").state_dict().items():
