@@ -98,12 +98,11 @@ def parallelize(
     check_module(model)
     _join_processes(mesh)
     control = ControlGroup()
-    given = {
-        "mesh": _mesh_text(mesh), "mem_gb": repr(mem_gb), "strategy": _strategy_text(strategy),
-        "batch_dims": repr(batch_dims), "optimizer": _optimizer_text(optimizer), "cluster": str(cluster),
-        "precision": repr(precision), "accumulate": repr(accumulate), "verify": repr(verify),
-    }  # fmt: skip
-    agree_on_setup(control, versions() | {"model": type(model).__qualname__} | code_of(model) | given)
+    setup = _setup(
+        model, mesh, strategy, optimizer, mem_gb=mem_gb, batch_dims=batch_dims, cluster=cluster and str(cluster),
+        precision=precision, accumulate=accumulate, verify=verify,
+    )  # fmt: skip
+    agree_on_setup(control, setup)
     if not isinstance(strategy, Plan) and strategy != AUTO:
         strategy = canonical_name(strategy)
     device_mesh = _live_mesh(model, mesh)
@@ -175,8 +174,14 @@ def _priced_cluster(mesh: DeviceMesh, described: Cluster | str | None) -> Cluste
     return replace(cluster, device=replace(cluster.device, memory_bytes=live.device.memory_bytes))
 
 
-def _mesh_text(mesh: MeshLike) -> str:
-    return f"{tuple(mesh.shape)} named {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else repr(mesh)
+def _setup(
+    model: nn.Module, mesh: MeshLike, strategy: str | Plan, optimizer: OptimizerLike, **others: object
+) -> dict[str, str]:
+    """What the ranks must have in common: name -> this rank's, in words."""
+    arguments = {name: repr(value) for name, value in others.items()}
+    shape = f"{tuple(mesh.shape)} named {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else repr(mesh)
+    arguments |= {"mesh": shape, "strategy": _strategy_text(strategy), "optimizer": _optimizer_text(optimizer)}
+    return versions() | {"model": type(model).__qualname__} | code_of(model) | arguments
 
 
 def _strategy_text(strategy: str | Plan) -> str:
