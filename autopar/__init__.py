@@ -25,6 +25,7 @@ from autopar.errors import (
     VerificationError,
 )
 from autopar.frontier import Pareto
+from autopar.nan_search import find_nan
 from autopar.offline import pareto, plan
 from autopar.plan import Plan, break_even
 from autopar.plan_file import load_plan, save_plan
@@ -53,6 +54,7 @@ __all__ = [
     "VerificationError",
     "VerifyReport",
     "break_even",
+    "find_nan",
     "load_checkpoint",
     "load_plan",
     "parallelize",

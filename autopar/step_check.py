@@ -37,7 +37,7 @@ def verify_step(
     mine, batch, dims, note = global_rows(control, args, kwargs, batch_dims)
     seed = sum(module.random_state)
     before = {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
-    found = _real_step(module, mine)
+    found = real_step(module, mine)
     weights = {}
     for name, parameter in model.named_parameters():  # one after the other, and kept by rank 0 alone
         full = _whole(parameter)
@@ -72,7 +72,7 @@ def verify_step(
     return control.on_first_rank("verifying a step", compare)
 
 
-def _real_step(
+def real_step(
     module: ParallelModule, call: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> dict[tuple[OutputKind, str], Tensor | None]:
     """Scalar outputs, gradients and buffers of a step, whole and in float64 where they float; nothing stays changed."""
@@ -84,7 +84,7 @@ def _real_step(
             scalars = {path: t for path, t in zip(tree.paths, outputs, strict=True) if t.dim() == 0}
             losses = [t for t in scalars.values() if t.requires_grad]
             if not losses:
-                raise InputError("verify_step needs a module that returns its loss, a scalar that requires grad")
+                raise InputError("this needs a module that returns its loss, a scalar that requires grad")
             trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
             gradients = torch.autograd.grad(losses, list(trained.values()), allow_unused=True)
         found: dict[tuple[OutputKind, str], Tensor | None] = {
