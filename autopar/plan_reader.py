@@ -210,7 +210,7 @@ def _level(value: Any, where: str) -> str:
 
 
 def _precision(value: Any, where: str) -> str:
-    if value != "" and value not in PRECISIONS:
+    if not isinstance(value, str) or (value and value not in PRECISIONS):
         raise _wrong(where, f"one of {', '.join(PRECISIONS)}, or empty", value)
     return str(value)
 

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -133,6 +133,9 @@ class Watch:
         return lost(found, silent, SILENT_S)
 
     def _give_up(self, missing: str) -> NoReturn:
+        self._tell(State.IN_VAIN, None)
+        with suppress(RuntimeError):
+            self._board.write(self._standing())
         sys.stdout.flush()
         sys.stderr.write(
             f"autopar: rank {self._rank} waits in vain in {self._mine.place}: {missing}. This process ends, for the "

@@ -151,6 +151,7 @@ def edited(path: str, value: Any) -> str:
         ("report/rows/0", 3, r"report\.rows\[0\] of the plan file must be an object, found 3"),
         ("report/candidates/0/__class__", "x", r"report\.candidates\[0\] .* unknown key '__class__'"),
         ("report/collective_bytes/all_reduce@tp", None, r"report\.collective_bytes\.all_reduce@tp .* found nothing"),
+        ("report/precision", {}, r"report\.precision of the plan file must be one of .*, found an object"),
         ("report/budget_bytes", 1.5, r"report\.budget_bytes of the plan file must be a whole number"),
     ],
 )
