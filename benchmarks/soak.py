@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ def train(rank: int, num_ranks: int, port: int, directory: Path, num_steps: int)
     with (directory / f"output-{rank}").open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    store, timeout = dist.TCPStore("127.0.0.1", port, is_master=False), timedelta(seconds=60)
+    store, timeout = dist.TCPStore("127.0.0.1", port, is_master=False), timedelta(minutes=10)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     torch.manual_seed(0)
     pm = autopar.parallelize(Model(), num_ranks, strategy="zero3")
@@ -81,7 +82,7 @@ def train(rank: int, num_ranks: int, port: int, directory: Path, num_steps: int)
             optimizer.zero_grad()
             schedule.step()
             if rank == 0:
-                losses.write(f"{step} {float(loss).hex()}\n")
+                losses.write(f"{step} {float(loss.detach()).hex()}\n")
             if (step + 1) % SAVE_EVERY == 0:
                 extra = {"step": step + 1, "schedule": schedule.state_dict()}
                 saving = autopar.save_checkpoint(path, pm, optimizer, extra=extra, wait=False)
@@ -183,8 +184,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        row = soak(Path(directory), options.ranks, options.steps, options.kills, options.seed)
+    directory = Path(tempfile.mkdtemp())  # which stays, with the ranks' output, if one of them fails
+    row = soak(directory, options.ranks, options.steps, options.kills, options.seed)
+    shutil.rmtree(directory)
     print(json.dumps(row))
     options.json.write_text(json.dumps(row))
 

@@ -86,7 +86,7 @@ def _files(directory: Path) -> list[Path]:
     if index.is_file():
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} is damaged: {error}") from error
         if not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise CheckpointError(f"{index} names files outside its directory")

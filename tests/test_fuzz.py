@@ -169,3 +169,9 @@ def test_weights_files(tmp_path: Path, num_inputs: int) -> None:
         load()
 
     fuzzed(changed_json({"metadata": {}, "weight_map": dict.fromkeys(header, path.name)}), indexed, num_inputs)
+
+
+def test_an_index_nested_too_deeply_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(autopar.CheckpointError, match=r"index\.json is damaged"):
+        load_files(tmp_path, nn.Linear(1, 1), {}, ControlGroup(alone=True))
