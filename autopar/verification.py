@@ -61,6 +61,10 @@ Some results are zero in exact arithmetic (the gradient of a bias before a batch
 is computed is rounding noise of about 1e-16 of the other numbers, and two orders of summation share no digit of it.
 """
 
+ROUNDING = 1e-12
+"""Tensors that are below this share of the step's largest number on both sides are such noise and nothing else.  They
+are compared on the scale of that number itself, since a sum of thousands of terms rounds by more than 1e-15 of it."""
+
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
     """Largest difference over the largest entry of `expected`, or over `floor` if that is larger; infinite where shapes
@@ -220,8 +224,8 @@ def differences(
         OutputKind.GRADIENT: (reference.gradients, "gradient of"),
         OutputKind.MUTATION: (reference.buffers, "buffer"),
     }
-    floors = dict.fromkeys(OutputKind, noise * _scale(values, {}))
-    floors[OutputKind.GRADIENT] = noise * _scale(values, reference.gradients)
+    scales = dict.fromkeys(OutputKind, _scale(values, {}))
+    scales[OutputKind.GRADIENT] = _scale(values, reference.gradients)
     errors: dict[str, float] = {}
     for (kind, path), found in results.items():
         expected, name = known[kind][0].get(path), f"{known[kind][1]} {path}{suffix}"
@@ -229,8 +233,13 @@ def differences(
             zero = found is None and (expected is None or not expected.any())
             errors[name] = 0.0 if zero or (found is not None and not found.any()) else float("inf")
         else:
-            errors[name] = relative_error(found, expected, floors[kind])
+            is_rounding = _is_rounding(found, scales[kind]) and _is_rounding(expected, scales[kind])
+            errors[name] = relative_error(found, expected, scales[kind] * (1 if is_rounding else noise))
     return errors
+
+
+def _is_rounding(value: torch.Tensor, scale: float) -> bool:
+    return value.is_floating_point() and _largest(value) <= ROUNDING * scale
 
 
 def _parameter_differences(

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from autopar import rules, verification, verify
 from autopar.errors import BatchError, InputError, VerificationError
-from autopar.graph import InputKind, OutputKind
+from autopar.graph import GraphInput, InputKind, OutputKind
+from autopar.single_device import SingleDevice
 from autopar.strategies import STRATEGIES
-from autopar.verification import relative_error
+from autopar.verification import TOLERANCE, differences, relative_error
 
 
 class ConvNet(nn.Module):
@@ -179,6 +180,15 @@ def test_steps_of_the_optimizer_are_compared_too(name: str) -> None:
     once = {error for error in report.errors if not error.endswith(" after 3 steps")}
     names = {spec.path for spec in ours.joint.inputs if spec.kind is InputKind.PARAM}
     assert after == once | {f"parameter {path}" for path in names}
+
+
+@pytest.mark.parametrize(("size", "is_equal"), [(1e-14, True), (5e-13, True), (2e-12, False), (1e-9, False)])
+def test_what_rounds_on_both_sides_is_compared_on_the_steps_scale(size: float, is_equal: bool) -> None:
+    weight, values = torch.ones(3), {GraphInput(InputKind.PARAM, "w"): torch.ones(3)}
+    expected = SingleDevice({}, {"w": weight, "b": torch.full((3,), size)}, {}, {})
+    found = {(OutputKind.GRADIENT, "w"): weight, (OutputKind.GRADIENT, "b"): torch.full((3,), -size)}
+    errors = differences(values, found, expected)
+    assert (errors["gradient of b"] <= TOLERANCE) == is_equal
 
 
 def test_an_optimizer_that_steps_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
