@@ -3,13 +3,19 @@ device; what cannot be cut stays whole."""
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from pool import RankPool
 from programs import subject
 from tiny_models import TinyGpt, token_batch
 from torch import Tensor, nn
 
+import autopar
 from autopar.local_ops import mask_padding, pad_dim
 from autopar.placement import is_sharded
 from autopar.plan import Plan
@@ -92,3 +98,36 @@ def test_padding_is_neutral(reduce: str, neutral: float) -> None:
     assert masked[:, 3].eq(neutral).all()
     whole = torch.ones(2, 4)
     assert mask_padding(whole, 1, 7, 2, 0, reduce) is whole
+
+
+def trains_unevenly(strategy: str, mesh: Any) -> set[int]:
+    """Three steps of a model with an odd vocabulary; returns the sizes of this rank's parts of the table."""
+    torch.manual_seed(0)
+    model = TinyGpt(vocab=101, width=20, heads=4, layers=1).double()
+    reference, rank, world = copy.deepcopy(model), dist.get_rank(), dist.get_world_size()
+    batches = [token_batch(8, 8, 101, seed) for seed in range(3)]
+    rows = [tuple(t.chunk(world)[rank] for t in batch) for batch in batches]
+    pm = autopar.parallelize(model, mesh, 1.0, strategy=strategy, example_inputs=rows[0])
+    for module, calls in ((pm, rows), (reference, batches)):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        for call in calls:
+            optimizer.zero_grad()
+            module(*call)["loss"].backward()
+            optimizer.step()
+    expected = dict(reference.named_parameters())
+    for name, parameter in pm.named_parameters():
+        gradient, whole = parameter.grad.full_tensor(), parameter.detach().full_tensor()
+        torch.testing.assert_close(gradient, expected[name].grad, rtol=0, atol=1e-10)
+        torch.testing.assert_close(whole, expected[name].detach(), rtol=0, atol=1e-9)
+    return set(dict(pm.named_parameters())["tokens.weight"].to_local().shape)
+
+
+@pytest.mark.parametrize(("strategy", "mesh"), [("tp", 4), ("zero3", 4), ("tp+sp", 4), ("fsdp+tp", "2x2")])
+def test_real_ranks_hold_uneven_parts_and_train_as_one(gloo4: RankPool, strategy: str, mesh: Any) -> None:
+    parts = gloo4.run(trains_unevenly, strategy, mesh)
+    if strategy.startswith("tp"):
+        assert [26 in sizes for sizes in parts] == [True, True, True, False]  # 101 = 26 + 26 + 26 + 23
+
+
+def test_two_real_ranks_hold_uneven_parts_and_train_as_one(gloo2: RankPool) -> None:
+    assert [51 in sizes for sizes in gloo2.run(trains_unevenly, "tp", 2)] == [True, False]
