@@ -52,6 +52,7 @@ _LINEAR = {
     aten._prelu_kernel,
     aten._prelu_kernel_backward,
     aten._conj,
+    aten.polar.default,
     aten._conj_physical,
     aten.resolve_conj,
     aten.fill.Tensor,

@@ -56,6 +56,7 @@ SCATTERS: list[Case] = [
     case(aten.glu_backward.default, f(6, 5), f(6, 10), 1),
     case(aten.repeat.default, f(6, 5), [1, 2]),
     case(aten.repeat.default, f(6, 5), [3, 1, 2]),
+    case(aten.polar.default, f(6, 4), f(6, 4)),
     case(aten.view_as_real.default, cx(6, 4)),
     case(aten.view_as_complex.default, f(6, 4, 2)),
     case(aten.select_scatter.default, f(6, 5, 4), f(6, 4), 1, 2),
