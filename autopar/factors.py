@@ -298,7 +298,9 @@ def _unfolded(joint: JointGraph, folded: JointGraph) -> FactorAnalysis:
         original = held[node.meta["held"]]
         same = paths[node] == held_paths[original]
         unit = None if same else units[region_of(paths[node], units) or ""]
-        factor_of = copies.setdefault(unit, _CopiedFactors({} if same else own))
+        if unit not in copies:
+            copies[unit] = _CopiedFactors(own if unit else ())
+        factor_of = copies[unit]
         for index in outputs.get(original, ()):
             found.dims[node, index] = tuple(map(factor_of, known.dims[original, index]))
         if original in known.operands:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -112,7 +112,7 @@ def _known(node: fx.Node, layouts: Layouts) -> Known:
     while len(_PLACES) < len(inputs):
         _PLACES.append(object())
     places = dict(zip(inputs, _PLACES, strict=False))
-    # Layouts and values are one object for all that are alike, as long as something holds it.
+    # What lies alike is one object (see `_shared`), and so are values of one shape and dtype.
     key = (id(node.target), *map(_identity, operands), _frozen(node.args, places), _frozen(node.kwargs, places))
     known = _KNOWN.get(key)
     if known is None:
@@ -121,8 +121,20 @@ def _known(node: fx.Node, layouts: Layouts) -> Known:
         value = _result(node, layouts)
         tensors = [t for t in operands[:-1] if isinstance(t, torch.Tensor)]
         is_view = isinstance(value, torch.Tensor) and any(shares_storage(value, t) for t in tensors)
-        known = _KNOWN[key] = Known(value, is_view, (node.target, *operands))
+        known = _KNOWN[key] = Known(_shared(value), is_view, (node.target, *operands))
     return known
+
+
+def _shared(value: Any) -> Any:
+    """A value with one object for all tensors of its shape, strides and dtype."""
+    if isinstance(value, torch.Tensor):
+        return _strided(tuple(value.shape), value.stride(), value.dtype)
+    return tuple(map(_shared, value)) if isinstance(value, (tuple, list)) else value
+
+
+@lru_cache(maxsize=1 << 14)
+def _strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def _identity(value: Any) -> Hashable:
@@ -236,7 +248,7 @@ def _run(node: fx.Node, layouts: Layouts) -> Any:
 
 def _dense(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return meta_value(tuple(value.shape), value.dtype)
+        return _shared(meta_value(tuple(value.shape), value.dtype))
     return tuple(_dense(v) for v in value) if isinstance(value, (tuple, list)) else value
 
 

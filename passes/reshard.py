@@ -53,6 +53,7 @@ class _Insertion:
         self.batch = batch_factor(joint, self.analysis)
         pairs = zip(joint.outputs, joint.output_values, strict=True)
         self.gradients = {n for spec, n in pairs if spec.kind is OutputKind.GRADIENT and n is not None}
+        self.widest = max((n.meta["val"].dtype for n in self.gradients), key=_width, default=torch.bool)
         self.graph = QuickGraph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.resharded: dict[tuple[fx.Node, Sharding], fx.Node] = {}
@@ -135,8 +136,7 @@ class _Insertion:
         happens to, such as the backward of a lookup whose rows are the same for the whole batch.
         """
         narrow: torch.dtype = value.meta["val"].dtype
-        widest = max((n.meta["val"].dtype for n in self.gradients), key=_width, default=narrow)
-        if not narrow.is_floating_point or not value.meta["backward"] or widest.itemsize <= narrow.itemsize:
+        if not narrow.is_floating_point or not value.meta["backward"] or self.widest.itemsize <= narrow.itemsize:
             return narrow
         if batch_dim(self.analysis, self.batch, value) is not None:
             return narrow

@@ -354,3 +354,42 @@ def test_a_point_of_several_sweeps_is_timed_once(monkeypatch: pytest.MonkeyPatch
     }
     assert len(commands) == len({tuple(command[:-1]) for command in commands}) == 10
     assert not list(tmp_path.glob("*.part.json"))
+
+
+STACK = """
+import torch
+from torch import nn
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+def make():
+    return Stack(), (torch.empty(2, 8),)
+"""
+PLANNED = {
+    "model", "cluster", "phases_s", "total_s", "cpu_s", "peak_rss_gib", "num_variables", "gap", "num_nodes",
+    "predicted_step_s", "predicted_peak_gib", "full_trace",
+}  # fmt: skip
+
+
+def test_planning_times_its_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "six_blocks.py").write_text(STACK)
+    monkeypatch.syspath_prepend(tmp_path)
+    out = tmp_path / "out.json"
+    arguments = ["--model", "six_blocks:make", "--cluster", "2xA100-80GB", "--mem-gb", "8", "--full-trace"]
+    monkeypatch.setattr(sys, "argv", ["planning", *arguments, "--json", str(out)])
+    planning.main()
+    row = json.loads(out.read_text())
+    assert row.keys() >= PLANNED
+    assert set(row["phases_s"]) == {"trace", "search", "report"}
+    assert sum(row["phases_s"].values()) == pytest.approx(row["total_s"])
+    assert 0 < row["predicted_peak_gib"] <= 8
+    assert row["gap"] >= 0
+    assert row["full_trace"] > 0

@@ -29,6 +29,7 @@ from autopar.plan import RECOMPUTE_LEVELS, Plan
 from autopar.plan_file import load_plan, save_plan
 from autopar.planner import plan_named
 from autopar.regions import find_regions, region_of
+from autopar.search import SMALL_NODES, Search
 from autopar.strategies import STRATEGIES
 from autopar.whole_plan import Split
 from tests.programs import Subject, subject
@@ -174,6 +175,27 @@ def test_larger_problems_are_close_to_the_best_plan(cluster: str) -> None:
             gaps.append(found_s / min(time_s for peak, time_s in costs if peak <= budget) - 1)
     assert max(gaps) < 0.1
     assert sum(gap > 0 for gap in gaps) <= 0.05 * len(gaps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["4xA100-80GB", "2x2 H100-80GB"])
+def test_of_a_large_graph_a_budget_needs_few_simulations_and_gets_the_best_of_the_pool(cluster: str) -> None:
+    with torch.device("meta"):
+        model = TinyGpt(vocab=512, width=1024, heads=8, layers=9, seq=64)
+        ids = torch.empty(64, 64, dtype=torch.long)
+    compiler = Compiler(model, parse_shape("4"), Cluster.parse(cluster))
+    joint = compiler.trace((ids, ids), {}, train=True, local=False, whole=False)
+    assert len(joint.module.graph.nodes) > SMALL_NODES
+    price, previous_s = compiler._remembering(joint), math.inf
+    named = compiler._named(joint, price)
+    pool = [(p.simulation.memory.total, p.simulation.step_time_s) for p in compiler.candidates(joint)]
+    for budget in ladder(compiler, joint, 8):
+        found = [*named, *Search(joint, compiler.sizes, compiler.cluster.ranks_per_node, price).within(budget, named)]
+        assert len({id(p.simulation) for p in found}) < len(set(pool))
+        times = [p.simulation.step_time_s for p in found if p.simulation.memory.total <= budget]
+        assert min(times) <= min(time_s for peak, time_s in pool if peak <= budget)
+        assert min(times) <= previous_s
+        previous_s = min(times)
 
 
 # ------------------------------------------------------------------------------------- what is searched is right
