@@ -156,8 +156,7 @@ class LayoutSearch:
         with nothing recomputed."""
         modes = dict.fromkeys(option.mode for option in self.choosable)
         shares = [self._shares(Option(mode, None)) for mode in modes]
-        times = (self.num_units.get(part, 1) * min(share[part].time_s for share in shares) for part in self.parts)
-        return self._unowned_s() + sum(times)
+        return sum(self.num_units.get(part, 1) * min(share[part].time_s for share in shares) for part in self.parts)
 
     def proposals(self, limit: float = math.inf) -> Iterator[tuple[float, float, Chosen]]:
         """The best choices within rising limits of memory, from the last limit that is at most `limit` bytes to the
@@ -166,19 +165,13 @@ class LayoutSearch:
         for choice in _worth_trying(problem, limit):
             chosen = self._assign(classes, choice, problem)
             if chosen is not None:
-                yield step_time(problem, choice) + self._unowned_s(), peak(problem, choice), chosen
+                yield step_time(problem, choice), peak(problem, choice), chosen
 
     @cached_property
     def _problem(self) -> tuple[list[list[_Member]], Problem]:
         costs = self._costs()
         classes = self._classes(costs)
         return classes, Problem(tuple(map(len, classes)), tuple(tuple(costs[c[0].part]) for c in classes))
-
-    def _unowned_s(self) -> float:
-        """What belongs to no part: the wait for a link that lags behind all of them."""
-        shares = self._shares(BASE)
-        owned_s = sum(share.time_s * self.num_units.get(part, 1) for part, share in shares.items())
-        return self.simulate(BASE).step_time_s - owned_s
 
     def _costs(self) -> dict[str, list[OptionCost]]:
         """Each part's cost with each option.  How parameters rest and what is recomputed are taken to add up."""
@@ -206,12 +199,7 @@ class LayoutSearch:
     def _shares(self, option: Option) -> dict[str, OptionCost]:
         """Each part's share of the step, or one unit's of those that it stands for, when all take one option."""
         simulation = self.simulate(option)
-        time_s, rest, saved, grads = (dict.fromkeys(self.parts, 0.0) for _ in range(4))
-        stepping_s = simulation.compute_s  # less what ops take: the optimizer's step, which each part's state shares
-        for module, spent in simulation.by_module.items():
-            part = self._part(module)
-            time_s[part] += spent.total_s
-            stepping_s -= spent.compute_s * self.num_units.get(part, 1)
+        rest, saved, grads = (dict.fromkeys(self.parts, 0.0) for _ in range(3))
         for live in simulation.live_after_forward:
             part = self._part(live.module)
             if live.kind in ("params", "optimizer"):
@@ -223,13 +211,26 @@ class LayoutSearch:
                 grads[self._part(live.module)] += live.num_bytes
         held = sum(rest.values()) + max(sum(saved.values()), sum(grads.values()))
         transient = max(0.0, simulation.memory.total - held)
-        a_byte_s = stepping_s / max(1.0, sum(rest.values()))
-        shares = {}
+        time_s, shares = self._times(simulation, rest), {}
         for part in self.parts:
             num = self.num_units.get(part, 1)
-            total_s = time_s[part] + a_byte_s * rest[part] / num
-            shares[part] = OptionCost(total_s, rest[part] / num, saved[part] / num, grads[part] / num, transient)
+            shares[part] = OptionCost(time_s[part], rest[part] / num, saved[part] / num, grads[part] / num, transient)
         return shares
+
+    def _times(self, simulation: Simulation, rest: Mapping[str, float]) -> dict[str, float]:
+        """Each part's share of the seconds, or one unit's of those that it stands for: what it computes, the
+        optimizer's step over its state (`rest`, in bytes), and of all that is waited for as much as it waits itself."""
+        computed, waited = dict.fromkeys(self.parts, 0.0), dict.fromkeys(self.parts, 0.0)
+        for module, spent in simulation.by_module.items():
+            computed[self._part(module)] += spent.compute_s
+            waited[self._part(module)] += sum(spent.exposed_s.values())
+        num = {part: self.num_units.get(part, 1) for part in self.parts}
+        ops_s = sum(num[part] * seconds for part, seconds in computed.items())
+        waits_s = sum(num[part] * seconds for part, seconds in waited.items())
+        a_byte_s = (simulation.compute_s - ops_s) / max(1.0, sum(rest.values()))
+        # Of a folded graph there is more to wait for than its parts do, where a link lags behind all the time.
+        lag = simulation.exposed_s / waits_s if waits_s else 1.0
+        return {part: computed[part] + waited[part] * lag + a_byte_s * rest[part] / num[part] for part in self.parts}
 
     def _classes(self, costs: Mapping[str, Sequence[OptionCost]]) -> list[list[_Member]]:
         """Parts that differ in a number of their path only and hold the same bytes, in the order they run in; all units
