@@ -278,11 +278,12 @@ class Compiler:
                 f"the plan is for {plan.mesh.num_ranks} ranks ({plan.mesh}), this mesh has {self.cluster.num_ranks}"
             )
         check_plan_matches(plan, joint)
-        priced = self.price(joint, plan)
+        program, splits = rewrite(joint, plan, check=False), even_splits(joint.runs)
+        priced = Priced(plan, self._run(program, self.optimizer, Copies.of_runs(joint.runs, splits)), splits)
         budget = budget_bytes(self.mem_gb, self.cluster)
         if priced.simulation.memory.total > budget:
             raise self._infeasible(joint, [priced], budget)
-        return self._report(joint, rewrite(joint, plan, check=False), priced, [priced], budget)
+        return self._report(joint, program, priced, [priced], budget)
 
     def compile(self, joint: JointGraph, plan: Plan) -> LocalProgram:
         """The program of a plan; ops that have no sharding rule are named in a warning, once."""

@@ -390,6 +390,7 @@ def test_planning_times_its_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert row.keys() >= PLANNED
     assert set(row["phases_s"]) == {"trace", "search", "report"}
     assert sum(row["phases_s"].values()) == pytest.approx(row["total_s"])
+    assert sum(row["phases_cpu_s"].values()) == pytest.approx(row["cpu_s"])
     assert 0 < row["predicted_peak_gib"] <= 8
     assert row["gap"] >= 0
     assert row["full_trace"] > 0
