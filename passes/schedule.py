@@ -69,7 +69,8 @@ def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
     Nothing reads a reduced gradient before the optimizer, so its wait would sink to the end and every unreduced
     gradient with it.  The oldest is waited for before a new reduction would bring the bytes under way above the largest
     single reduction, and above two full buckets.  Where a gradient is reduced along one axis after another, the next
-    reduction starts when the one before it is waited for, and is bounded in the same way.
+    reduction starts when the one before it is waited for; so there two full buckets are the bound, that the next starts
+    soon.
     """
     output = module.graph.output_node()
     reductions = [c for c in _collectives(module.graph, "reduce_scatter", "all_reduce") if c.meta["backward"]]
@@ -80,13 +81,15 @@ def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
     for reduction, steps in after.items():
         for later in steps & after.keys():
             stage[later] = max(stage[later], stage[reduction] + 1)
+    last = [c for c in after if after.keys().isdisjoint(after[c])]
     for number in range(max(stage.values(), default=-1) + 1):
-        _bound(sorted(c for c in after if stage[c] == number), after)
+        followed = [c for c in after if stage[c] == number and c not in last]
+        _bound(sorted(followed), after, _bytes_under_way(()))
+        _bound(sorted(c for c in last if stage[c] == number), after, _bytes_under_way(last))
     return module
 
 
-def _bound(reductions: Sequence[fx.Node], after: Mapping[fx.Node, set[fx.Node]]) -> None:
-    limit = _bytes_under_way(reductions)
+def _bound(reductions: Sequence[fx.Node], after: Mapping[fx.Node, set[fx.Node]], limit: int) -> None:
     under_way: deque[fx.Node] = deque()
     total = 0
     for reduction in reductions:
