@@ -33,10 +33,11 @@ def _with_layout(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
 def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
     """Start the gather of a parameter while the ops before its first reader run.
 
-    A gather may start ahead of earlier ones' readers as long as the bytes under way stay below the largest single
-    gather of the pass, so that prefetching at most doubles what gathered parameters take at any moment, or below two
-    full buckets.  Of a parameter that is gathered along one axis after another, the last gather is moved first, and
-    takes the ones before it along; these are then moved further, within a bound of their own.
+    A gather starts before the one ahead of it is read, and ahead of more of them as long as no more than twice its own
+    bytes, or two full buckets, are under way beside what is awaited.  The bound goes by what lies near, not by the
+    pass's largest gather: links have work either way, memory follows the layer that runs, and the layers of a stack run
+    alike however many there are.  Of a parameter that is gathered along one axis after another, the last gather is
+    moved first, and takes the ones before it along; these are then moved further.
     """
     for backward in (False, True):
         gathers = [g for g in _collectives(module.graph, "all_gather") if g.meta["backward"] is backward]
@@ -51,11 +52,11 @@ def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
 
 def _prefetch(gathers: Sequence[fx.Node], steps: Mapping[fx.Node, set[fx.Node]]) -> None:
     waits = [wait_of(g) for g in gathers]
-    limit = _bytes_under_way(gathers)
-    first, ahead = 0, 0  # what is under way beside the first of those that are not yet read
+    first, ahead = 0, 0  # the one that is awaited, and the bytes that are under way beside it
     for k, gather in enumerate(gathers):
-        ahead += int(gather.meta["bytes"]) if k else 0
-        while first < k and ahead > limit:
+        size = int(gather.meta["bytes"])
+        ahead += size if k else 0
+        while first < k - 1 and ahead > max(2 * size, _two_buckets()):
             first += 1
             ahead -= int(gathers[first].meta["bytes"])
         for node in (*sorted(steps[gather]), gather):
@@ -82,10 +83,11 @@ def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
         for later in steps & after.keys():
             stage[later] = max(stage[later], stage[reduction] + 1)
     last = [c for c in after if after.keys().isdisjoint(after[c])]
+    largest = max((int(c.meta["bytes"]) for c in last), default=0)
     for number in range(max(stage.values(), default=-1) + 1):
         followed = [c for c in after if stage[c] == number and c not in last]
-        _bound(sorted(followed), after, _bytes_under_way(()))
-        _bound(sorted(c for c in last if stage[c] == number), after, _bytes_under_way(last))
+        _bound(sorted(followed), after, _two_buckets())
+        _bound(sorted(c for c in last if stage[c] == number), after, max(largest, _two_buckets()))
     return module
 
 
@@ -113,10 +115,9 @@ def _finish(reduction: fx.Node, after: set[fx.Node], place: fx.Node) -> None:
                 begun.add(node)
 
 
-def _bytes_under_way(collectives: Sequence[fx.Node]) -> int:
-    """How many bytes may be under way at once: the largest, or two buckets, so that a link need not wait between
-    them."""
-    return max([2 * coalesce.BUCKET_BYTES, *(int(c.meta["bytes"]) for c in collectives)])
+def _two_buckets() -> int:
+    """So many bytes may always be under way: a link need not wait between buckets."""
+    return 2 * coalesce.BUCKET_BYTES
 
 
 def _collectives(graph: fx.Graph, *kinds: str) -> Sequence[fx.Node]:
