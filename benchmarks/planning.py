@@ -9,8 +9,6 @@ Importing libraries and building the module are not counted.  OUT is
     {"model", "cluster", "phases_s": {"trace", "search", "report"}, "phases_cpu_s", "total_s", "cpu_s", "peak_rss_gib",
      "num_variables", "gap", "num_nodes", "predicted_step_s", "predicted_peak_gib"}
 
-and more; `phases_cpu_s` are the phases in the process's own seconds, for a machine that others share.
-
 `num_variables` is the number of regions that take an option each, times the options, times the layouts; `gap` is how
 much longer the step takes than the least computing of any plan that was simulated, which is a bound that no collective
 enters.
@@ -35,7 +33,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
