@@ -19,7 +19,7 @@ HEAD = """# Models
 
 Written by `python -m benchmarks.models_table` from what these gave:
 
-    python -m benchmarks.zoo --zoo zoo.py --strategies {strategies} --mesh {mesh} --json ROWS.json
+{commands}
     python -m benchmarks.coverage --zoo zoo.py --strategies {covered} --json OUT.json
 
 Each model is small, with random weights, in train mode with its loss; dropout is off. All ranks run in one process in
@@ -41,24 +41,36 @@ def table(rows: list[dict[str, Any]], coverage: list[dict[str, Any]]) -> str:
         coverage: of `benchmarks.coverage`.
     """
     last = {(row["model"], row["strategy"], row["mesh"]): row for row in rows}
-    models, strategies, meshes = (list(dict.fromkeys(key[i] for key in last)) for i in range(3))
+    models = list(dict.fromkeys(key[0] for key in last))
+    columns = sorted(dict.fromkeys(key[1:] for key in last), key=lambda column: column[1])  # mesh by mesh
     timed = {entry["model"]: entry for entry in coverage}
     covered = list(dict.fromkeys(r["strategy"] for entry in coverage for r in entry["strategies"]))
     results = [_verdict(row) for row in last.values()]
     counts = {word: results.count(word) for word in ("equal", "refused")}
     lines = [
         HEAD.format(
-            strategies=",".join(strategies), mesh=",".join(meshes), covered=",".join(covered), tolerance=TOLERANCE,
+            commands="\n".join(_commands(columns)), covered=",".join(covered), tolerance=TOLERANCE,
             num_ok=counts["equal"], num_rows=len(results), num_refused=counts["refused"],
             num_wrong=len(results) - sum(counts.values()),
         ),
-        "| model | " + " | ".join(f"{s} {m}" for m in meshes for s in strategies) + " | nodes | trace s | rewrite s |",
-        "|---|" + "---|" * (len(meshes) * len(strategies) + 3),
+        "| model | " + " | ".join(map(" ".join, columns)) + " | nodes | trace s | rewrite s |",
+        "|---|" + "---|" * (len(columns) + 3),
     ]  # fmt: skip
     for model in models:
-        cells = [_cell(last.get((model, strategy, mesh))) for mesh in meshes for strategy in strategies]
+        cells = [_cell(last.get((model, *column))) for column in columns]
         lines.append(f"| {model} | {' | '.join([*cells, *_times(timed.get(model))])} |")
     return "\n".join([*lines, "", *_dominating(coverage), *_reasons(last.values())]) + "\n"
+
+
+def _commands(columns: list[tuple[str, str]]) -> list[str]:
+    """How the rows came about: a command for each mesh."""
+    strategies: dict[str, list[str]] = {}
+    for strategy, mesh in columns:
+        strategies.setdefault(mesh, []).append(strategy)
+    return [
+        f"    python -m benchmarks.zoo --zoo zoo.py --strategies {','.join(names)} --mesh {mesh} --json ROWS.json"
+        for mesh, names in strategies.items()
+    ]
 
 
 def _verdict(row: dict[str, Any]) -> str:
