@@ -398,9 +398,14 @@ def meta_of(tensor: FakeTensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """A context outside of all dispatch modes, in which ops compute."""
+    return _disable_current_modes()
+
+
 def values_of(tensor: torch.Tensor) -> Any:
     """A real tensor's values as numbers in lists, read outside of all dispatch modes."""
-    with _disable_current_modes():
+    with real_tensors():
         return tensor.tolist()
 
 

@@ -21,6 +21,7 @@ from autopar.errors import AutoparError, InputError, TraceError
 from autopar.flat_module import FlatModule, Foretold
 from autopar.fold import find_runs, find_stacks, held_only, is_unmoved
 from autopar.graph import JointGraph
+from autopar.known_values import KnownValues
 from autopar.model_state import ModelState
 from autopar.ownership import annotate_modules
 from autopar.precision import cast_inputs, used_dtypes
@@ -129,7 +130,7 @@ class _Call:
         mode = new_fake_mode(allow_value_reads, self.known)
         inputs = self._fakes(state, mode)
         try:
-            with self._grad_mode():
+            with self._grad_mode(), KnownValues():
                 return capture_joint(flat, inputs, mode), flat
         except AutoparError:
             raise
@@ -180,7 +181,7 @@ class _Call:
 
     def _record(self, state: ModelState, numbers: dict[Hashable, int], known: KnownResults) -> Record:
         flat = FlatModule(self.model, state, self.signature, self.used)
-        with self._grad_mode():
+        with self._grad_mode(), KnownValues():
             return record_call(flat, self._fakes(state, known.mode), numbers, known)
 
 

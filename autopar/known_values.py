@@ -1,0 +1,110 @@
+"""Values that follow from constants alone, which a model may read while it is traced.
+
+A fake tensor has no values, so that a model that compares its mask with a causal one, or asks for the largest of some
+positions, cannot be traced; but a mask made of shapes alone has the same values whatever the batch holds.  Such tensors
+are computed beside the fake ones.  What depends on an input, a parameter or a random number stays unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autopar._compat import real_tensors, tree_leaves, tree_map
+
+MAX_ELEMENTS = 2**20
+"""Larger tensors stay unknown, so that tracing computes next to nothing."""
+
+_FACTORIES = {
+    torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.tril_indices,
+    torch.triu_indices, torch.zeros,
+}  # fmt: skip
+_LIKE = {
+    torch.full_like, torch.ones_like, torch.zeros_like, torch.Tensor.new_full, torch.Tensor.new_ones,
+    torch.Tensor.new_zeros,
+}  # fmt: skip
+_READS = {
+    torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__int__, torch.Tensor.item,
+}  # fmt: skip
+
+
+class KnownValues(TorchFunctionMode):
+    """While it is active, reading a tensor that follows from constants alone gives its value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: Any = WeakTensorKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS and (value := self._values.get(args[0])) is not None:
+            with real_tensors():
+                return func(value)
+        result = func(*args, **kwargs)
+        made = list(_tensors(result))
+        if any(t.is_meta for t in made):  # PyTorch's own, which works shapes out
+            return result
+        if made or _changes(func, kwargs):
+            self._follow(func, args, kwargs, result, made)
+        return result
+
+    def _follow(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, made: list[torch.Tensor]
+    ) -> None:
+        given = list(_tensors((args, kwargs)))
+        is_known = all(t in self._values for t in given) if given else func in _FACTORIES
+        is_known = is_known or func in _LIKE
+        if is_known and all(t.numel() <= MAX_ELEMENTS for t in made):
+            values = list(_tensors(self._compute(func, args, kwargs)))
+            if [v.shape for v in values] == [t.shape for t in made]:
+                self._values.update(zip(made, values, strict=True))
+                return
+        if _changes(func, kwargs):
+            self._forget([*given, *made])
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What a call gives on real tensors; None if it draws random numbers."""
+        with real_tensors(), torch.no_grad():
+            positional, named = tree_map(self._value_or_like, (args, dict(kwargs)))
+            if "device" in named:
+                named["device"] = "cpu"
+            state = torch.get_rng_state()
+            try:
+                result = func(*positional, **named)
+            except RuntimeError:  # values on two devices, or an op that this one lacks: they stay unknown
+                return None
+            if torch.equal(state, torch.get_rng_state()):
+                return result
+            torch.set_rng_state(state)
+        return None
+
+    def _value_or_like(self, value: Any) -> Any:
+        """The value of a known tensor; of another, whose shape and dtype alone are asked for, something like it."""
+        if not isinstance(value, torch.Tensor) or value in self._values:
+            return self._values[value] if isinstance(value, torch.Tensor) else value
+        return torch.empty(value.shape, dtype=value.dtype)
+
+    def _forget(self, changed: Iterable[torch.Tensor]) -> None:
+        """Something unknown was written into these: they are unknown, and so is all that shares their memory."""
+        written = {self._values[t].untyped_storage().data_ptr() for t in changed if t in self._values}
+        for tensor in [t for t, v in self._values.items() if v.untyped_storage().data_ptr() in written]:
+            del self._values[tensor]
+
+
+def _changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call writes into its first argument, or into `out`."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in _WRITES or kwargs.get("out") is not None
+
+
+_OPERATORS = ["add", "and", "div", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor"]
+_WRITES = {"__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
