@@ -256,16 +256,16 @@ def _parameter_differences(
 def _without_noise(
     found: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None], noise: float
 ) -> dict[str, torch.Tensor | None]:
-    """Our gradients, with the single device's entries where those are on the scale of `NOISE`.
+    """Our gradients, with the single device's entries where both are on the scale of `NOISE`.
 
-    Such an entry was compared on that scale.  A step divides it by its own size, so that rounding alone would move a
+    Such entries are compared on that scale.  A step divides it by its own size, so that rounding alone would move a
     parameter, and what a later mean or sum shows of it, by digits that no two orders of summation share.
     """
     out = dict(found)
     for path, gradient in found.items():
         reference = expected.get(path)
         if gradient is not None and reference is not None:
-            out[path] = torch.where(reference.abs() < noise, reference, gradient)
+            out[path] = torch.where((reference.abs() < noise) & (gradient.abs() < noise), reference, gradient)
     return out
 
 
