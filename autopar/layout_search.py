@@ -81,6 +81,8 @@ class LayoutSearch:
     price: Price
     priced: dict[object, Priced] = field(default_factory=dict)
     chosen: dict[object, Chosen] = field(default_factory=dict)
+    is_refined: bool = False
+    """Whether the solve has options for modules inside of blocks, too."""
 
     def __post_init__(self) -> None:
         trains = self.joint.trains
@@ -112,8 +114,10 @@ class LayoutSearch:
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
-        """What the solve chooses among: with what is `choosable`, options that recompute everything in one of a block's
-        modules and the cheap ops in the rest, for modules that keep much for the backward pass."""
+        """What the solve chooses among: what is `choosable`, and if it is refined options that recompute everything in
+        one of a block's modules and the cheap ops in the rest, for modules that keep much for the backward pass."""
+        if not self.is_refined:
+            return self.choosable
         saved: dict[str, int] = {}
         for live in self.simulate(BASE).live_after_forward:
             block = region_of(live.module, self.inner)

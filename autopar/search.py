@@ -27,6 +27,9 @@ AUTO = "auto"
 NUM_FASTEST, NUM_SMALLEST = 4, 2
 """Layouts whose options are searched, by the time and by the memory of a first plan; the others have that plan only."""
 
+NUM_REFINED = 2
+"""Of the fastest, layouts for which modules inside of blocks get options of their own."""
+
 
 @dataclass
 class Search:
@@ -50,6 +53,10 @@ class Search:
         A small problem is simulated in full.  In a larger one a choice is simulated unless a simulated plan is already
         as good as the choice is estimated to be, in time and in memory.
         """
+        return self._everything
+
+    @cached_property
+    def _everything(self) -> list[Priced]:
         if not self._is_exhausted:
             slack = 0.0 if self._is_small else SLACK
             proposals = [
@@ -133,6 +140,8 @@ class Search:
         worth = self._bases if self._is_small else _unbeaten(self._bases)
         by_time = sorted(worth, key=lambda s: s.simulate(BASE).step_time_s)
         by_memory = sorted(worth, key=lambda s: s.simulate(BASE).memory.total)
+        for one in by_time[:NUM_REFINED]:
+            one.is_refined = True
         return list(dict.fromkeys((*by_time[:NUM_FASTEST], *by_memory[:NUM_SMALLEST])))
 
     def _simulated(self) -> list[Priced]:

@@ -14,9 +14,9 @@ from autopar.errors import PlanError
 from autopar.factors import analyse
 from autopar.graph import MAX_KEPT
 from autopar.mesh import Mesh
-from autopar.passes.pipeline import collectives_under, rewrite
+from autopar.passes.pipeline import lowered, rewrite
 from autopar.placement import Placement, Replicate, cuts, local_shape, shard
-from autopar.program import Collective
+from autopar.program import Collective, collectives_of
 from autopar.runtime.sharding import shard_tensor
 from autopar.strategies import STRATEGIES
 
@@ -58,7 +58,7 @@ def test_collectives_are_known_before_the_program_is(gpt: Subject, strategy: str
         return c.kind, c.axis, c.module, c.backward, c.num_bytes
 
     plan = gpt.plan(strategy, *sizes_of(strategy))
-    early = sorted(map(key, collectives_under(gpt.joint, plan)))
+    early = sorted(map(key, collectives_of(lowered(gpt.joint, plan))))
     assert early == sorted(map(key, gpt.program(plan).collectives()))
 
 
