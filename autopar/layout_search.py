@@ -89,6 +89,7 @@ class LayoutSearch:
         modes = MODES if len(self.layout.storage_axes) > 1 else MODES[:-1]  # along one axis, that is all of them
         options = (option for option in OPTIONS if option.mode in modes)
         self.choosable = tuple(o for o in options if trains or (o.level is None and o.mode != "kept"))
+        self._problems: dict[tuple[Option, ...], tuple[list[list[_Member]], Problem]] = {}
         self.regions = find_regions(self.joint)
         self.part_of = {region: region for region in self.regions}
         units = (run.units[held] for run in self.joint.runs for held in run.held)
@@ -113,11 +114,11 @@ class LayoutSearch:
         return self.layout.plan(storage, levels)
 
     @cached_property
-    def options(self) -> tuple[Option, ...]:
-        """What the solve chooses among: what is `choosable`, and if it is refined options that recompute everything in
-        one of a block's modules and the cheap ops in the rest, for modules that keep much for the backward pass."""
+    def option_sets(self) -> tuple[tuple[Option, ...], ...]:
+        """What the solve chooses among, once or, if it is refined, twice: what is `choosable`, and with it options that
+        recompute everything in one of a block's modules and the cheap ops in the rest, for modules that keep much."""
         if not self.is_refined:
-            return self.choosable
+            return (self.choosable,)
         saved: dict[str, int] = {}
         for live in self.simulate(BASE).live_after_forward:
             block = region_of(live.module, self.inner)
@@ -127,7 +128,8 @@ class LayoutSearch:
         names = dict.fromkeys(name for found in self.inner.values() for name in found)
         large = [name for name in names if saved.get(name, 0) > MIN_SHARE * sum(saved.values())]
         cheap = (option for option in self.choosable if option.level == "selective")
-        return (*self.choosable, *(replace(option, full_in=name) for option in cheap for name in large))
+        finer = tuple(replace(option, full_in=name) for option in cheap for name in large)
+        return (self.choosable, (*self.choosable, *finer)) if finer else (self.choosable,)
 
     def _owner(self, path: str) -> str:
         return self._part(path.rpartition(".")[0])
@@ -162,24 +164,23 @@ class LayoutSearch:
         shares = [self._shares(Option(mode, None)) for mode in modes]
         return sum(self.num_units.get(part, 1) * min(share[part].time_s for share in shares) for part in self.parts)
 
-    def proposals(self, limit: float = math.inf) -> Iterator[tuple[float, float, Chosen]]:
-        """The best choices within rising limits of memory, from the last limit that is at most `limit` bytes to the
-        first: each with its estimated time and peak, so that times rise."""
-        classes, problem = self._problem
+    def proposals(self, options: tuple[Option, ...], limit: float = math.inf) -> Iterator[tuple[float, float, Chosen]]:
+        """The best choices among these options within rising limits of memory, from the last limit that is at most
+        `limit` bytes to the first: each with its estimated time and peak, so that times rise."""
+        if options not in self._problems:
+            costs = self._costs(options)
+            classes = self._classes(costs)
+            shape = Problem(tuple(map(len, classes)), tuple(tuple(costs[c[0].part]) for c in classes))
+            self._problems[options] = classes, shape
+        classes, problem = self._problems[options]
         for choice in _worth_trying(problem, limit):
-            chosen = self._assign(classes, choice, problem)
+            chosen = self._assign(classes, choice, options, problem)
             if chosen is not None:
                 yield step_time(problem, choice), peak(problem, choice), chosen
 
-    @cached_property
-    def _problem(self) -> tuple[list[list[_Member]], Problem]:
-        costs = self._costs()
-        classes = self._classes(costs)
-        return classes, Problem(tuple(map(len, classes)), tuple(tuple(costs[c[0].part]) for c in classes))
-
-    def _costs(self) -> dict[str, list[OptionCost]]:
+    def _costs(self, options: Sequence[Option]) -> dict[str, list[OptionCost]]:
         """Each part's cost with each option.  How parameters rest and what is recomputed are taken to add up."""
-        options, base = self.options, self._shares(BASE)
+        base = self._shares(BASE)
         by_mode = {mode: self._shares(Option(mode, None)) for mode in dict.fromkeys(o.mode for o in options)}
         levels = dict.fromkeys((option.level, option.full_in) for option in options)
         by_level = {level: self._shares(Option(BASE.mode, *level)) for level in levels}
@@ -253,10 +254,12 @@ class LayoutSearch:
                 classes.setdefault((pattern, sizes), []).append(_Member(part))
         return list(classes.values())
 
-    def _assign(self, classes: Sequence[Sequence[_Member]], choice: Choice, problem: Problem) -> Chosen | None:
+    def _assign(
+        self, classes: Sequence[Sequence[_Member]], choice: Choice, options: Sequence[Option], problem: Problem
+    ) -> Chosen | None:
         """Who takes which option: of alike parts the first ones keep least, since they keep it longest.  None if more
         than two options meet in what a run's inner units stand for."""
-        options, taken = self.options, dict[_Member, Option]()
+        taken: dict[_Member, Option] = {}
         for members, counts, costs in zip(classes, choice, problem.costs, strict=True):
             order = sorted(range(len(options)), key=lambda i: (costs[i].saved, costs[i].rest))
             chosen = itertools.chain.from_iterable(itertools.repeat(options[i], counts[i]) for i in order)

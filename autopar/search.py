@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.graph import JointGraph
-from autopar.layout_search import BASE, SLACK, LayoutSearch, Price, Priced
+from autopar.layout_search import BASE, SLACK, LayoutSearch, Option, Price, Priced
 from autopar.layouts import Layout, find_layouts
 
 AUTO = "auto"
@@ -58,20 +58,26 @@ class Search:
     @cached_property
     def _everything(self) -> list[Priced]:
         if not self._is_exhausted:
-            slack = 0.0 if self._is_small else SLACK
-            proposals = [
-                (time_s, peak_bytes, one, chosen)
-                for one in self._worth_searching
-                for time_s, peak_bytes, chosen in one.proposals()
-            ]
-            done = [p.simulation for p in self._simulated()]
-            for time_s, peak_bytes, one, chosen in sorted(proposals, key=lambda proposal: proposal[:2]):
-                near = (time_s * (1 + slack), peak_bytes * (1 + slack))
-                if not any(s.step_time_s <= near[0] and s.memory.total <= near[1] for s in done):
-                    done.append(one.run(*chosen))
+            searched = self._worth_searching
+            self._run_proposals([(one, one.option_sets[0]) for one in searched])
+            self._run_proposals([(one, options) for one in searched for options in one.option_sets[1:]])
             if self._is_small:
                 _polish(self._bases, POLISHED_NODES // self._effort)
         return self._simulated()
+
+    def _run_proposals(self, spaces: Iterable[tuple[LayoutSearch, tuple[Option, ...]]]) -> None:
+        """Simulate what the solves with these options propose, unless a simulated plan is already as good."""
+        slack = 0.0 if self._is_small else SLACK
+        proposals = [
+            (time_s, peak_bytes, one, chosen)
+            for one, options in spaces
+            for time_s, peak_bytes, chosen in one.proposals(options)
+        ]
+        done = [p.simulation for p in self._simulated()]
+        for time_s, peak_bytes, one, chosen in sorted(proposals, key=lambda proposal: proposal[:2]):
+            near = (time_s * (1 + slack), peak_bytes * (1 + slack))
+            if not any(s.step_time_s <= near[0] and s.memory.total <= near[1] for s in done):
+                done.append(one.run(*chosen))
 
     def within(self, budget: int, known: Iterable[Priced]) -> list[Priced]:
         """Plans, simulated, with the best one under a budget of so many bytes among them, if `known` have no better.
@@ -89,10 +95,11 @@ class Search:
         for one in self._worth_searching:
             if one.simulate(BASE).compute_s >= fastest_s() or one.bound_s() >= fastest_s():
                 continue
-            for time_s, _, chosen in one.proposals(budget * (1 + SLACK)):
-                if time_s >= fastest_s():
-                    break
-                one.run(*chosen)
+            for options in one.option_sets:
+                for time_s, _, chosen in one.proposals(options, budget * (1 + SLACK)):
+                    if time_s >= fastest_s():
+                        break
+                    one.run(*chosen)
         return self._simulated()
 
     @property

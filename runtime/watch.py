@@ -47,6 +47,10 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="autopar-watch", daemon=True)
         self._thread.start()
 
+    def __deepcopy__(self, memo: object) -> Watch:
+        """A copied module is watched over by the one watch that a process group has."""
+        return self
+
     @contextmanager
     def running(self, places: Places) -> Iterator[None]:
         """While active, this thread runs a compiled graph with these collectives; an error is told to the others."""

@@ -124,10 +124,13 @@ def test_modules_that_keep_little_get_no_options_of_their_own(monkeypatch: pytes
     def price(plan: Plan, _: object) -> Simulation:
         return compiler.price(joint, plan).simulation
 
-    assert {option.full_in for option in LayoutSearch(joint, layout, price, is_refined=True).options} == {
+    assert {option.full_in for option in LayoutSearch(joint, layout, price, is_refined=True).option_sets[-1]} == {
         "",
         "attention",
         "ffn",
     }
     monkeypatch.setattr(layout_search, "MIN_SHARE", 0.4)
-    assert {option.full_in for option in LayoutSearch(joint, layout, price, is_refined=True).options} == {"", "ffn"}
+    assert {option.full_in for option in LayoutSearch(joint, layout, price, is_refined=True).option_sets[-1]} == {
+        "",
+        "ffn",
+    }

@@ -87,6 +87,7 @@ def graphs(name: str) -> tuple[JointGraph, JointGraph]:
     whole, folded = (replace_random_ops(normalise(trace(model, args, kwargs, fold=fold))) for fold in (False, True))
     assert folded.runs
     assert not whole.runs
+    mark_held(folded)
     return whole, folded
 
 
@@ -154,7 +155,6 @@ def test_units_may_take_two_options_in_any_numbers(name: str) -> None:
 def test_an_unfolded_graph_is_decided_and_rewritten_as_the_folded_one(name: str) -> None:
     """And a plan that does not cut all copies of a unit alike, by itself."""
     _, folded = graphs(name)
-    mark_held(folded)
     linked = replace(unfold(folded), folded=folded)
     alone = replace(linked, folded=None, derived={})
     for strategy in ("zero3", "tp", "tp+sp", "fsdp+tp"):
