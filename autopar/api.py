@@ -120,8 +120,6 @@ def parallelize(
         cache=open_cache(cache),
     )
 
-    control = ControlGroup()
-
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         with progress() as compiler.say:
             joint = compiler.trace(args, kwargs, torch.is_grad_enabled())

@@ -40,7 +40,6 @@ MAX_CHOICES = 400
 SLACK = 0.02
 """By how much an estimated time may be off."""
 
-
 MIN_SHARE = 1 / 8
 """A module inside of a block has an option of its own if it keeps for the backward pass at least this share of what all
 blocks keep."""

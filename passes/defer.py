@@ -12,9 +12,9 @@ import operator
 import torch
 from torch import fx
 
-from autopar._compat import LazyGraphModule, OpOverload, QuickGraph
+from autopar._compat import LazyGraphModule, QuickGraph
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind, copy_node, drop_unread
-from autopar.program import COLLECTIVE_KINDS, DeferredBackward, LocalGraph
+from autopar.program import DeferredBackward, LocalGraph, collective_kind
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -37,14 +37,14 @@ def _late(graph: fx.Graph) -> set[fx.Node]:
             movable.add(node)
     late: set[fx.Node] = set()
     for node in graph.nodes:
-        if node in movable and (node.target in COLLECTIVE_KINDS or any(n in late for n in node.all_input_nodes)):
+        if node in movable and (collective_kind(node) is not None or any(n in late for n in node.all_input_nodes)):
             late.add(node)
     return late
 
 
 def _is_linear(node: fx.Node) -> bool:
     """Whether a step on a gradient's way to the output may be made on a sum of gradients as well."""
-    kind = COLLECTIVE_KINDS.get(node.target) if isinstance(node.target, OpOverload) else None
+    kind = collective_kind(node)
     if kind in ("all_reduce", "reduce_scatter"):
         return node.args[1] == "sum"
     return kind is not None or node.target is _WAIT or bool(node.meta.get("layout"))
