@@ -15,7 +15,7 @@ from autopar.layouts import MODES, Layout, storages
 from autopar.plan import RECOMPUTE_LEVELS, Plan
 from autopar.regions import find_regions, inner_modules, region_of
 from autopar.solver import Choice, OptionCost, Problem, enumerated, peak, smallest, solve, step_time
-from autopar.whole_plan import Split, even_splits
+from autopar.whole_plan import Split, StandIns, even_splits, stand_ins
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Priced:
     simulation: Simulation
     splits: tuple[Split, ...] = ()
     """Of a plan of a folded graph: how many units do as each run's inner ones."""
+    standing: StandIns = field(default_factory=dict)
+    """What the units of the program that was simulated stand for."""
 
 
 Price = Callable[[Plan, tuple[Split, ...]], Simulation]
@@ -141,7 +143,7 @@ class LayoutSearch:
         plan, splits = self.plan(options), splits or self.splits
         key = (tuple(plan.storage.items()), tuple(sorted(plan.recompute.items())), splits)
         if key not in self.priced:
-            self.priced[key] = Priced(plan, self.price(plan, splits), splits)
+            self.priced[key] = Priced(plan, self.price(plan, splits), splits, stand_ins(self.joint.runs, splits))
             self.chosen[key] = dict(options), splits
         return self.priced[key].simulation
 

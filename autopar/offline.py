@@ -91,7 +91,8 @@ def plan_with(
         around: `cache` and `say` of the `Compiler`.
     """
     name = AUTO if isinstance(strategy, Plan) or strategy == AUTO else canonical_name(strategy)
-    compiler, joint = _trace(model, cluster, mem_gb, example_inputs, mesh, name, {**settings, **around}, whole=True)
+    given = isinstance(strategy, Plan)  # names every layer
+    compiler, joint = _trace(model, cluster, mem_gb, example_inputs, mesh, name, {**settings, **around}, whole=given)
     return compiler.given(joint, strategy) if isinstance(strategy, Plan) else compiler.plan(joint)
 
 
@@ -137,12 +138,12 @@ def _points(
     costs = [(p.simulation.memory.total, p.simulation.step_time_s) for p in compiler.candidates(joint)]
     smallest = min(peak_bytes for peak_bytes, _ in costs)
     if limits is not None:
-        plans = {limit: compiler.plan_within(joint, limit) for limit in limits if limit >= smallest}
+        plans = {limit: compiler.plan_within(joint, limit, closely=False) for limit in limits if limit >= smallest}
         return tuple(ParetoPoint(plans[limit]) if limit in plans else None for limit in limits), smallest
     usable = budget_bytes(None, compiler.cluster)
-    compiler.plan_within(joint, usable)  # refuses what does not fit the device at all
+    compiler.plan_within(joint, usable, closely=False)  # refuses what does not fit the device at all
     peaks = [peak_bytes for peak_bytes in fastest_by_peak(costs) if peak_bytes <= usable]
-    return tuple(ParetoPoint(compiler.plan_within(joint, peak_bytes)) for peak_bytes in peaks), smallest
+    return tuple(ParetoPoint(compiler.plan_within(joint, peak_bytes, closely=False)) for peak_bytes in peaks), smallest
 
 
 def _budgets(budgets: Iterable[float]) -> tuple[float, ...]:

@@ -10,17 +10,17 @@ from autopar.cost_model.simulate import Simulation, Spent
 from autopar.describe import describe_params
 from autopar.explain import CHOSEN
 from autopar.factors import analyse
-from autopar.graph import JointGraph, Run
+from autopar.graph import JointGraph
 from autopar.layout_search import Priced
 from autopar.plan import Candidate, ModuleCost, PlanReport
 from autopar.program import LocalProgram
 from autopar.search import AUTO
 from autopar.show import build_rows, format_bytes, format_time
-from autopar.whole_plan import copies_of
+from autopar.whole_plan import StandIns, copies_of
 
 
 def plan_report(
-    joint: JointGraph, program: LocalProgram, best: Priced, priced: Sequence[Priced], runs: Sequence[Run], budget: int
+    joint: JointGraph, program: LocalProgram, best: Priced, priced: Sequence[Priced], budget: int
 ) -> PlanReport:
     """The report on the best of the simulated plans; cluster, precision and accumulation are left to the caller.
 
@@ -28,8 +28,7 @@ def plan_report(
         joint: the graph that `best` is a plan of.
         program: that of `best`.
         best: one of `priced`.
-        priced: every plan that was simulated, each of the graph or of the folded one from which it came.
-        runs: the folded graph's.
+        priced: every plan that was simulated.
         budget: bytes on one device.
     """
     sim = best.simulation
@@ -38,7 +37,7 @@ def plan_report(
     fitting = [p for p in searched if p.simulation.memory.total <= budget] or searched
     first = min(fitting, key=lambda p: p.simulation.step_time_s, default=best)
     named = [p for p in priced if p.plan.strategy != AUTO or p is best or p is first]
-    copies = copies_of(joint.runs, best.splits)
+    copies = copies_of(best.standing)
     return PlanReport(
         cluster="",
         budget_bytes=budget,
@@ -47,24 +46,25 @@ def plan_report(
         exposed_s=sim.exposed_s,
         memory=sim.memory,
         rows=build_rows(joint, program, words.__getitem__, copies),
-        candidates=tuple(_candidate(p, best, budget, runs) for p in named),
+        candidates=tuple(_candidate(p, best, budget) for p in named),
         collective_bytes=sim.collective_bytes,
         num_searched=len(priced),
         bound_s=min(p.simulation.compute_s for p in priced),
-        replicated_ops=replicated_ops(joint),
+        replicated_ops=replicated_ops(joint, best.standing),
     )
 
 
-def replicated_ops(joint: JointGraph) -> dict[str, int]:
-    """Ops without a sharding rule, and how often they occur in the whole model."""
-    copies = Copies.of_runs(joint.runs)
+def replicated_ops(joint: JointGraph, standing: StandIns) -> dict[str, int]:
+    """Ops without a sharding rule, and how often they occur in the whole model; `standing` says what units of the graph
+    stand for."""
+    copies = Copies.of(standing)
     found: Counter[str] = Counter()
     for node in analyse(joint).replicated:
-        found[str(node.target)] += copies.number(node.meta["module"])  # type: ignore[assignment]  # halves add up
-    return {name: round(number) for name, number in found.items()}
+        found[str(node.target)] += copies.number(node.meta["module"])
+    return dict(found)
 
 
-def _candidate(priced: Priced, best: Priced, budget: int, runs: Sequence[Run]) -> Candidate:
+def _candidate(priced: Priced, best: Priced, budget: int) -> Candidate:
     sim, won = priced.simulation, best.simulation
     if priced is best:
         verdict = CHOSEN
@@ -82,12 +82,12 @@ def _candidate(priced: Priced, best: Priced, budget: int, runs: Sequence[Run]) -
         sim.exposed_s,
         sim.memory.total,
         verdict,
-        _module_costs(priced, runs if priced.splits else ()),
+        _module_costs(priced),
     )
 
 
-def _module_costs(priced: Priced, runs: Sequence[Run]) -> tuple[ModuleCost, ...]:
-    sim, copies = priced.simulation, copies_of(runs, priced.splits)
+def _module_costs(priced: Priced) -> tuple[ModuleCost, ...]:
+    sim, copies = priced.simulation, copies_of(priced.standing)
     rest: Counter[str] = Counter()
     saved: Counter[str] = Counter()
     for live in sim.live_after_forward:

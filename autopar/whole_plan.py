@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.graph import Run
 from autopar.plan import FactorRef, Plan
 from autopar.regions import region_of
+
+Unit = tuple[str, ...]
+"""The module paths of a unit's blocks."""
 
 Split = tuple[int, int]
 """How many units of the whole model the two inner units of a run stand for; together all but the first and the last."""
@@ -20,14 +24,41 @@ def even_splits(runs: Sequence[Run]) -> tuple[Split, ...]:
     return tuple((num // 2, num - num // 2) for num in inner)
 
 
-def copies_of(runs: Sequence[Run], splits: Sequence[Split]) -> Callable[[str], list[str]]:
-    """Gives for a path in a folded graph its paths in all units that do as its own does; outside of inner units there
-    is but itself."""
-    return functools.partial(_paths, copies=_copies(runs, splits))
+StandIns = Mapping[Unit, Sequence[Unit]]
+"""For each unit that a graph holds of its runs, the units of the whole model for which it stands, itself among them."""
+
+
+def stand_ins(runs: Sequence[Run], splits: Sequence[Split]) -> StandIns:
+    """What the units of a folded graph stand for.
+
+    Args:
+        runs: the folded graph's.
+        splits: for each run how many units do as its first and as its second inner one, the former ones first.
+    """
+    found = {}
+    for run, (first, second) in zip(runs, splits, strict=True):
+        num = len(run.units)
+        assert first > 0 < second, f"a split of {num - 2} inner units into {first} and {second}"
+        assert first + second == num - 2, f"a split of {num - 2} inner units into {first} and {second}"
+        groups = range(1), range(1, first + 1), range(first + 1, num - 1), range(num - 1, num)
+        for held, group in zip(run.held, groups, strict=True):
+            found[run.units[held]] = tuple(run.units[i] for i in group)
+    return found
+
+
+def copies_of(standing: StandIns) -> Callable[[str], list[str]]:
+    """Gives for a path in a graph its paths in all units that do as its own does; outside of the units that stand for
+    others there is but itself."""
+    copies = {
+        block: [unit[position] for unit in units]
+        for held, units in standing.items()
+        for position, block in enumerate(held)
+    }
+    return functools.partial(_paths, copies=copies)
 
 
 def whole_plan(plan: Plan, runs: Sequence[Run], splits: Sequence[Split]) -> Plan:
-    """The whole model's plan.
+    """The plan of the graph that has all units.
 
     Args:
         plan: names parameters and regions of the folded graph only.
@@ -36,7 +67,7 @@ def whole_plan(plan: Plan, runs: Sequence[Run], splits: Sequence[Split]) -> Plan
     """
     if not runs:
         return plan
-    copies = copies_of(runs, splits)
+    copies = copies_of(stand_ins(runs, splits))
     return replace(
         plan,
         factors=whole_factors(plan.factors, runs),
@@ -50,7 +81,7 @@ Factors = tuple[tuple[FactorRef, ...], ...]
 
 def whole_factors(factors: Factors, runs: Sequence[Run]) -> Factors:
     """The factors that a plan of the whole model cuts along each axis: those of a folded one's, in all copies."""
-    alike = copies_of(runs, [(len(run.units) - 3, 1) for run in runs])
+    alike = copies_of(stand_ins(runs, [(len(run.units) - 3, 1) for run in runs]))
     return tuple(tuple(replace(ref, anchor=path) for ref in refs for path in alike(ref.anchor)) for refs in factors)
 
 
@@ -61,14 +92,72 @@ def folded_factors(factors: Factors, runs: Sequence[Run]) -> Factors | None:
     return held if whole_factors(held, runs) == factors else None
 
 
-def _copies(runs: Sequence[Run], splits: Sequence[Split]) -> dict[str, list[str]]:
-    """For each held inner block the blocks that do as it does, itself among them."""
-    found = {}
-    for run, (first, _) in zip(runs, splits, strict=True):
-        last = len(run.units) - 1
-        for held, members in ((run.held[1], range(1, first + 1)), (run.held[2], range(first + 1, last))):
-            for position, block in enumerate(run.units[held]):
-                found[block] = [run.units[i][position] for i in members]
+@dataclass(frozen=True)
+class Sample:
+    """Some units of each run, of which the last word on a plan is had: those at the ends and where the option changes,
+    and two for all between.
+
+    What passes and the simulator do at one unit depends on the units near it.  In a folded graph the inner units stand
+    next to the ends; here units that stand for others have some on either side that do as they do.  They are two, since
+    within a bound on bytes under way every other unit may wait for what the next one then finds done.
+
+    Attributes:
+        runs: the units that are there, each run as if these were all that it has; two of them are `held`.
+        splits: how many of them do as the first and as the second inner one.
+        standing: what each of them stands for.
+    """
+
+    runs: tuple[Run, ...]
+    splits: tuple[Split, ...]
+    standing: StandIns
+
+    @staticmethod
+    def of(plan: Plan, runs: Sequence[Run], splits: Sequence[Split]) -> Sample:
+        """The sample for a plan of a folded graph; arguments are as in `whole_plan`."""
+        found: list[Run] = []
+        parts: list[Split] = []
+        standing: dict[Unit, Sequence[Unit]] = {}
+        for run, (first, _) in zip(runs, splits, strict=True):
+            last = len(run.units) - 1
+            changes = () if _inner_alike(plan, run) else (first + 1,)
+            inner = [_sampled(range(*ends)) for ends in itertools.pairwise((1, *changes, last))]
+            groups = [range(1), *itertools.chain.from_iterable(inner), range(last, last + 1)]
+            units = tuple(run.units[group[0]] for group in groups)
+            standing.update(
+                (unit, tuple(run.units[i] for i in group)) for unit, group in zip(units, groups, strict=True)
+            )
+            found.append(Run(units, (0, 1, len(units) - 2, len(units) - 1)))
+            parts.append((len(inner[0]), len(inner[1])) if changes else (len(inner[0]) - 1, 1))
+        return Sample(tuple(found), tuple(parts), standing)
+
+
+def _sampled(units: range) -> list[range]:
+    """Units that do alike, each alone or, of many, the middle ones in two halves."""
+    alone = [range(i, i + 1) for i in units]
+    if len(units) <= 2 * NUM_NEAR + 2:
+        return alone
+    middle = units[NUM_NEAR:-NUM_NEAR]
+    half = len(middle) // 2
+    return [*alone[:NUM_NEAR], middle[:half], middle[half:], *alone[-NUM_NEAR:]]
+
+
+NUM_NEAR = 2
+"""Units on either side of those that stand for others."""
+
+
+def _inner_alike(plan: Plan, run: Run) -> bool:
+    """Whether a plan gives the two inner units of a run the same options."""
+    near, far = (_options(plan, run.units[held]) for held in run.held[1:3])
+    return near == far
+
+
+def _options(plan: Plan, unit: Unit) -> dict[tuple[int, str], object]:
+    """What a plan says of the blocks of a unit, by the paths from there."""
+    found: dict[tuple[int, str], object] = {}
+    for path, option in (*plan.storage.items(), *plan.recompute.items()):
+        block = region_of(path, {*unit, ""})
+        if block:
+            found[unit.index(block), path[len(block) :]] = option
     return found
 
 
@@ -80,4 +169,4 @@ def _paths(path: str, copies: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"{copy}{path[len(block) :]}" for copy in copies[block]] if block else [path]
 
 
-__all__ = ["Split", "copies_of", "even_splits", "folded_factors", "whole_factors", "whole_plan"]
+__all__ = ["Sample", "Split", "StandIns", "copies_of", "even_splits", "folded_factors", "stand_ins", "whole_plan"]

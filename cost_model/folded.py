@@ -1,7 +1,8 @@
 """Pricing a folded graph: what a program of some units of a stack costs in time and memory as that of all of them.
 
 A folded graph (see `autopar.graph.Run`) holds of a run of n alike units the first, two inner ones and the last.  The
-inner ones stand for all n - 2, each for as many as a plan gives it, which run next to each other:
+inner ones stand for all n - 2, each for as many as a plan gives it, which run next to each other.  (So do units of a
+`Sample`, which holds more of them.)
 
 * time: a copy spends what the held unit spends, since both run in the steady state: their neighbours are alike;
 * what rests, gradients and what is kept for the backward pass are there as often.  Of what is kept, a unit has what it
@@ -24,10 +25,9 @@ from torch import fx
 
 from autopar.cost_model.liveness import GRADIENT, OPTIMIZER, PARAM, Block, Liveness, owner_of, placeholders
 from autopar.cost_model.ops import tensor_bytes
-from autopar.graph import Run
 from autopar.program import LocalProgram, collective_kind
 from autopar.regions import region_of
-from autopar.whole_plan import Split
+from autopar.whole_plan import StandIns
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,12 @@ class Copies:
     """
 
     units: tuple[tuple[str, ...], ...] = ()
-    counts: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
 
     @staticmethod
-    def of_runs(runs: Sequence[Run], splits: Sequence[Split] | None = None) -> Copies:
-        """The copies of a folded graph; without `splits` both inner units of a run stand for half of them."""
-        units: list[tuple[str, ...]] = []
-        counts: list[float] = []
-        for i, run in enumerate(runs):
-            inner = len(run.units) - 2
-            first, second = splits[i] if splits is not None else (inner / 2, inner / 2)
-            assert 0 < first < inner, f"no split of {inner} inner units: {first} and {second}"
-            assert first + second == inner, f"no split of {inner} inner units: {first} and {second}"
-            units += [run.units[held] for held in run.held]
-            counts += [1, first, second, 1]
-        return Copies(tuple(units), tuple(counts))
+    def of(standing: StandIns) -> Copies:
+        """Those of a graph whose units stand for others."""
+        return Copies(tuple(standing), tuple(map(len, standing.values())))
 
     @cached_property
     def _unit_of_block(self) -> Mapping[str, int]:
@@ -71,7 +62,7 @@ class Copies:
             self._known[module] = None if block is None else self._unit_of_block[block]
         return self._known[module]
 
-    def number(self, module: str) -> float:
+    def number(self, module: str) -> int:
         """How many modules of the whole model a module of the folded graph stands for."""
         unit = self.unit(module) if self.units else None
         return 1 if unit is None else self.counts[unit]
@@ -131,7 +122,7 @@ def repeat_units(liveness: Liveness, program: LocalProgram, copies: Copies, shar
     for block in liveness.blocks:
         node = nodes[block.born] if block.born < len(nodes) else None
         if block.kind in (PARAM, OPTIMIZER) or (block.kind == GRADIENT and block.born == 0):
-            block.num_bytes = round(block.num_bytes * copies.number(block.module))
+            block.num_bytes *= copies.number(block.module)
         elif node is not None and node in shares:
             if block.kind == GRADIENT or block.born < backward <= block.last:  # what does not last is there once
                 block.num_bytes = liveness.rounded(round(tensor_bytes(node.meta["val"]) * copies.weight(shares[node])))
@@ -156,11 +147,11 @@ def _copied(
         for unit, block in found:
             balance[unit] += sign * block.num_bytes
     for unit, block in kept:
-        absent = round((copies.counts[unit] - 1) * block.num_bytes)
+        absent = (copies.counts[unit] - 1) * block.num_bytes
         start, end = spans.backward[unit]
         yield Block(absent, spans.forward[unit][0], end if balance[unit] >= 0 else start - 1, block.kind, block.module)
     for unit, block in grads:
-        absent = round((copies.counts[unit] - 1) * block.num_bytes)
+        absent = (copies.counts[unit] - 1) * block.num_bytes
         start, end = spans.backward[unit]
         born = end + 1 if balance[unit] >= 0 else start
         if block.born > spans.end:  # reduced when all units are done

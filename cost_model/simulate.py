@@ -36,7 +36,7 @@ class Spent:
 
     Attributes:
         compute_s: computing, or waiting for launches.
-        exposed_s: standing still for collectives, by `kind@axis`.
+        exposed_s: standing still for its collectives, by `kind@axis`.
     """
 
     compute_s: float = 0.0
@@ -187,7 +187,13 @@ class _Running:
     """A collective on its link; `work_s` is what is left of it, in seconds alone."""
 
     node: fx.Node
+    collective: Collective
     work_s: float
+
+    @property
+    def kind(self) -> str:
+        """What it does, and along which axis."""
+        return f"{self.collective.kind}@{self.collective.axis}"
 
 
 @dataclass
@@ -235,7 +241,7 @@ class _Clock:
             before_s = self.compute_s
             for used in node.all_input_nodes:
                 if used in running:
-                    self._wait(used, running.pop(used), by_name[used.name])
+                    self._wait(used, running.pop(used))
             if node.name in by_name:
                 running[node] = self._start(node, by_name[node.name])
             elif not is_free(node, self.layouts):
@@ -244,7 +250,7 @@ class _Clock:
                 for module, share in self._shares(node, node.meta["module"]):
                     self._of(module).compute_s += (self.compute_s - before_s) * share
         for node, link in running.items():
-            self._wait(node, link, by_name[node.name])
+            self._wait(node, link)
 
     def _shares(self, node: fx.Node, module: str) -> Iterable[tuple[str, float]]:
         """Whose time a node takes, and how much of it: its own module's, or that of the modules that it serves."""
@@ -280,23 +286,22 @@ class _Clock:
         """Queue a collective on its link, and say which that is."""
         work_s = _price(collective, self.program, self.links)
         link = self.links[collective.axis].name
-        self.queues.setdefault(link, deque()).append(_Running(node, work_s))
+        self.queues.setdefault(link, deque()).append(_Running(node, collective, work_s))
         self.collective_s += work_s
         return link
 
-    def _wait(self, node: fx.Node, link: str, collective: Collective) -> None:
+    def _wait(self, node: fx.Node, link: str) -> None:
         """Stand still until a collective is done; nothing computes meanwhile."""
-        left_s = 0.0
-        for running in self.queues[link]:
-            left_s += running.work_s
-            if running.node is node:
-                self.exposed_s += left_s
-                kind = f"{collective.kind}@{collective.axis}"
-                for module, share in self._shares(node, collective.module):
-                    exposed_s = self._of(module).exposed_s
-                    exposed_s[kind] = exposed_s.get(kind, 0.0) + left_s * share
-                self._advance(left_s)
-                return
+        queue = tuple(self.queues[link])
+        ahead = next((queue[: i + 1] for i, running in enumerate(queue) if running.node is node), ())
+        for running in ahead:
+            # What holds the link is waited for, also where it is only in the way of what is needed.
+            for module, share in self._shares(running.node, running.collective.module):
+                exposed_s = self._of(module).exposed_s
+                exposed_s[running.kind] = exposed_s.get(running.kind, 0.0) + running.work_s * share
+        waited_s = sum(running.work_s for running in ahead)
+        self.exposed_s += waited_s
+        self._advance(waited_s)
 
     def _advance(self, work_s: float) -> None:
         """Take work off every link's queue."""

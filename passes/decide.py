@@ -57,6 +57,7 @@ def _decided_as_folded(joint: JointGraph, plan: Plan) -> tuple[JointGraph, OpSha
     if folded is None or factors is None:
         return None
     held, ops = _decided(folded, replace(plan, factors=factors))
+    held = held if held is folded else replace(held, runs=folded.runs)  # may be known of one that has other copies
     if not all(_inner_units_agree(held, run, ops) for run in held.runs):
         return None
     if held is not folded:

@@ -27,7 +27,7 @@ from autopar.randomness import replace_random_ops
 from autopar.strategies import STRATEGIES
 from autopar.trace import trace
 from autopar.unfold import unfold
-from autopar.whole_plan import Split, even_splits, folded_factors, whole_plan
+from autopar.whole_plan import Sample, Split, even_splits, folded_factors, stand_ins, whole_plan
 from tests.tiny_models import TinyGpt
 
 LAYERS = 9
@@ -45,9 +45,9 @@ class Block(nn.Module):
 
 
 class Perceptron(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(1024, 4096) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(1024, 4096) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -96,7 +96,7 @@ def prices(
 ) -> tuple[Simulation, Simulation]:
     """The whole program's, and what the folded one's is said to be as a whole."""
     full = simulate(rewrite(whole, whole_plan(plan, folded.runs, splits), check=False), cluster)
-    return full, simulate(rewrite(folded, plan, check=False), cluster, copies=Copies.of_runs(folded.runs, splits))
+    return full, simulate(rewrite(folded, plan, check=False), cluster, copies=Copies.of(stand_ins(folded.runs, splits)))
 
 
 def check(full: Simulation, priced: Simulation, time_within: float, peak_within: float) -> None:
@@ -130,8 +130,7 @@ def test_a_slow_network_is_nearly_as_slow_on_the_folded_graph(monkeypatch: pytes
     whole, folded = graphs("perceptron")
     for strategy in STRATEGIES:
         plan = plan_named(strategy, folded, (2, 4), 4)
-        # What has to be awaited is the links' backlog, which buckets that span units make uneven.
-        check(*prices(whole, folded, plan, ((3, 4),), Cluster.parse("2x4 cpu @ 100mbit")), 0.1, 0.025)
+        check(*prices(whole, folded, plan, ((3, 4),), Cluster.parse("2x4 cpu @ 100mbit")), 0.01, 0.025)
 
 
 @pytest.mark.parametrize("name", ["perceptron", "gpt with dropout", "llama"])
@@ -149,6 +148,42 @@ def test_units_may_take_two_options_in_any_numbers(name: str) -> None:
         plan = replace(plan, recompute={run.units[held][0]: level for held, level in levels if level})
         first = draw.randint(1, inner - 1)
         check(*prices(whole, folded, plan, ((first, inner - first),), cluster), 0.02, 0.015)
+
+
+DEEP: dict[str, Callable[[], Call]] = {
+    "perceptron": lambda: (Perceptron(24), (torch.empty(256, 1024),), {}),
+    "gpt2": lambda: hugging_face("gpt2", n_embd=1024, n_head=8, n_layer=20, n_positions=128),
+    "llama": lambda: hugging_face("llama", num_hidden_layers=20, **_LLAMA),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_a_sample_of_units_costs_what_the_whole_program_costs(name: str) -> None:
+    with torch.device("meta"):
+        model, args, kwargs = DEEP[name]()
+    folded = replace_random_ops(normalise(trace(model, args, kwargs, fold=True)))
+    mark_held(folded)
+    whole = replace(unfold(folded), folded=folded)
+    (run,) = folded.runs
+    inner, draw = len(run.units) - 2, random.Random(name)
+    for cluster, mesh in (("2x4 A100-80GB", (2, 4)), ("8 cpu @ 100mbit", (8,))):
+        for strategy in ("ddp", "zero1", "zero3", "fsdp+tp" if len(mesh) > 1 else "tp"):
+            plan = plan_named(strategy, folded, mesh, mesh[-1])
+            before, after = draw.choices((None, *RECOMPUTE_LEVELS), k=2)
+            levels = zip(run.held, (before, before, after, after), strict=True)
+            plan = replace(plan, recompute={run.units[held][0]: level for held, level in levels if level})
+            first = draw.randint(1, inner - 1)
+            split = ((first, inner - first),)
+            sample = Sample.of(plan, folded.runs, split)
+            assert [unit for units in sample.standing.values() for unit in units] == list(run.units)
+            assert len(sample.standing) <= (8 if before == after else 14)
+            some = replace(folded, runs=sample.runs)
+            program = rewrite(
+                replace(unfold(some), folded=some), whole_plan(plan, sample.runs, sample.splits), check=False
+            )
+            full = simulate(rewrite(whole, whole_plan(plan, folded.runs, split), check=False), Cluster.parse(cluster))
+            # Buckets of small collectives have other members, and are awaited elsewhere.
+            check(full, simulate(program, Cluster.parse(cluster), copies=Copies.of(sample.standing)), 0.01, 0.005)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -169,7 +204,7 @@ def test_an_unfolded_graph_is_decided_and_rewritten_as_the_folded_one(name: str)
 
 
 @pytest.mark.parametrize("budget", [None, 0.45])
-def test_the_whole_program_has_the_last_word_on_a_plan(budget: float | None) -> None:
+def test_a_sample_of_units_has_the_last_word_on_a_plan(budget: float | None) -> None:
     with torch.device("meta"):
         model, args, kwargs = MODELS["perceptron"]()
     compiler = Compiler(model, (4,), Cluster.parse("4 cpu"), budget)
@@ -177,13 +212,13 @@ def test_the_whole_program_has_the_last_word_on_a_plan(budget: float | None) -> 
     plan = compiler.plan(whole)
     assert not whole.runs
     assert set(plan.storage) == set(whole.param_nodes())
-    assert plan.step_time_s == compiler.price(whole, plan).simulation.step_time_s
+    assert plan.step_time_s == pytest.approx(compiler.price(whole, plan).simulation.step_time_s, rel=1e-3)
     assert plan.peak_bytes == compiler.price(whole, plan).simulation.memory.total
     folded = compiler.trace(args, kwargs, train=True, local=False, whole=False)
     assert folded.runs
     offline = compiler.plan(folded)
     assert (offline.storage, offline.factors, offline.recompute) == (plan.storage, plan.factors, plan.recompute)
-    assert offline.step_time_s == pytest.approx(plan.step_time_s, rel=0.02)
+    assert offline.step_time_s == plan.step_time_s
     assert plan.report is not None
     assert offline.report is not None
     assert [row.module for row in offline.report.rows] == [row.module for row in plan.report.rows]
@@ -193,5 +228,5 @@ def test_the_whole_program_has_the_last_word_on_a_plan(budget: float | None) -> 
 def test_an_inner_unit_stands_for_at_least_itself() -> None:
     _, folded = graphs("perceptron")
     for split in ((0, 7), (7, 0), (3, 3)):
-        with pytest.raises(AssertionError, match="no split of 7 inner units"):
-            Copies.of_runs(folded.runs, (split,))
+        with pytest.raises(AssertionError, match="a split of 7 inner units"):
+            Copies.of(stand_ins(folded.runs, (split,)))
