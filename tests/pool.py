@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -104,18 +105,28 @@ def _serve(rank: int, num_ranks: int, port: int, connection: Connection) -> None
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    # Shorter than the pool's timeout, so that a rank left alone says where it waits.
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
     connection.send_bytes(pickle.dumps((True, "started")))
     with contextlib.suppress(EOFError):
-        while job := connection.recv_bytes():
+        for number in itertools.count():
+            job = connection.recv_bytes()
+            if dist.is_initialized():
+                dist.destroy_process_group()  # only now, when every rank has answered and needs no other any more
+            if not job:
+                return
+            # Groups of its own for each job: every group has threads, which stay as long as the default group does.
+            # Keys of its own: those of the job before hold the addresses of its groups.
+            _join(dist.PrefixStore(f"job {number}", store), rank, num_ranks)
             try:
                 function, args = pickle.loads(job)
                 answer = pickle.dumps((True, function(*args)))
             except BaseException:  # noqa: BLE001 (it travels to the test as text)
                 answer = pickle.dumps((False, traceback.format_exc()))
             connection.send_bytes(answer)
-    dist.destroy_process_group()
+
+
+def _join(store: dist.Store, rank: int, num_ranks: int) -> None:
+    """Make the default process group.  It waits less long than the pool, so that a rank left alone says where."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
 
 
 @contextlib.contextmanager
