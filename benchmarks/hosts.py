@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -116,8 +115,8 @@ def row(line: dict[str, Any]) -> str:
 
 
 def cell(text: str) -> str:
-    """One line that cannot end its cell, without the places in gloo's sources."""
-    return " ".join(re.sub(r"\[/\S+\]", "", text).split()).replace("|", "\\|").replace("( ", "(")
+    """One line that cannot end its cell."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def main() -> None:

@@ -23,14 +23,9 @@ def agree_on_setup(control: ControlGroup, setup: Mapping[str, str]) -> None:
     """
     if control.all_agree(digest(repr(sorted(setup.items())))):
         return
-    everywhere = control.gather(dict(setup))
-    names = dict.fromkeys(name for one in everywhere for name in one)
-    found = {name: [one.get(name, _ABSENT) for one in everywhere] for name in names}
-    differences = [f"{name} is {_by_value(values)}" for name, values in found.items() if len(set(values)) > 1]
-    more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
     raise InputError(
-        f"the ranks differ: {'; '.join(differences[:5])}{more}. Start every rank with the same packages, files and "
-        "arguments of parallelize"
+        f"the ranks differ: {differences(control.gather(dict(setup)))}. Start every rank with the same packages, files "
+        "and arguments of parallelize"
     )
 
 
@@ -51,6 +46,14 @@ def agree_on_program(control: ControlGroup, program: LocalProgram) -> None:
         f"the ranks compiled different programs; the first difference, at line {first} of {longest}: {there}. "
         "The model, its constants or arguments that are no tensors differ between ranks: make them equal"
     )
+
+
+def differences(everywhere: Sequence[Mapping[str, str]]) -> str:
+    """Up to five names that stand for different things on different ranks, and which ranks have what; empty without."""
+    names = dict.fromkeys(name for one in everywhere for name in one)
+    found = {name: [one.get(name, _ABSENT) for one in everywhere] for name in names}
+    listed = [f"{name} is {_by_value(values)}" for name, values in found.items() if len(set(values)) > 1]
+    return "; ".join(listed[:5]) + (f"; and {len(listed) - 5} more" if len(listed) > 5 else "")
 
 
 def digest(text: str) -> int:

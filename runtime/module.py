@@ -172,7 +172,7 @@ class ParallelModule(nn.Module):
         """Run the model on this rank's rows of the batch; returns what the model returns.
 
         Raises:
-            BatchError: on every rank, if the ranks' inputs have different shapes.
+            BatchError: on every rank, if the ranks' inputs differ in number, dtype or shape.
             StaleModelError: if the model changed after planning, or ranks are in different modes.
             InputError: if a tensor is on another device than the mesh.
         """
@@ -288,12 +288,12 @@ class ParallelModule(nn.Module):
         trains = grad and (self._sharded.any_trained or any(wanted for _, _, _, wanted in inputs))
         key = (inputs, constants, self._sharded.training_modes, trains, autocast)
         known = self._programs.number(key)
-        mode = (
-            f"training={self.training}, gradients={trains}, autocast={autocast}, no_sync={self._accumulation.active}, "
-            f"{'not compiled' if known is None else f'program {known}'}"
-        )
-        shapes = ", ".join(f"{path} {describe_value(tensor)}" for path, tensor in tensors) or "no tensors"
-        return Call(dict(tensors), key, trains, shapes, mode)
+        described = {f"input {path!r}": describe_value(tensor) for path, tensor in tensors}
+        modes = {
+            "training": str(self.training), "gradients": str(trains), "autocast": str(autocast),
+            "no_sync": str(self._accumulation.active), "program": "not compiled" if known is None else str(known),
+        }  # fmt: skip
+        return Call(dict(tensors), key, trains, described, modes)
 
     def _specialise(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for a new kind of call; plan first if that has waited."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import linecache
+import re
 import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +17,9 @@ import torch
 
 Places = Mapping[str, str]
 """Name of a node of a compiled graph -> its collective in words."""
+
+_SOURCE = re.compile(r"\[\S+\.\w+:\d+\] ")
+"""A place in PyTorch's own C++ sources, with which messages of gloo begin."""
 
 _TALKS = ("distributed_c10d.py", "_functional_collectives.py")
 """Files of PyTorch in which a thread waits for other ranks."""
@@ -65,6 +69,11 @@ class Standing:
         if self.state is State.ENDED:
             return f"has left the job{f' ({self.error})' if self.error else ''}"
         return f"{'waits in' if self.waits else 'is at'} {self.place}, for {self.for_s} s"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, in at most 300 characters, without the places in PyTorch's own sources."""
+    return _SOURCE.sub("", str(error).strip().partition("\n")[0])[:300]
 
 
 def place_on(frame: FrameType | None, places: Places) -> tuple[str, bool]:

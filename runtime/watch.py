@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from autopar._compat import job_store
-from autopar.runtime.standing import Board, Places, Standing, State, lost, place_on, verdict
+from autopar.runtime.standing import Board, Places, Standing, State, first_line, lost, place_on, verdict
 
 BEAT_S = 1.0
 LOOK_S = 5.0
@@ -98,8 +98,7 @@ class Watch:
 
     def _tell(self, state: State, error: BaseException | None) -> None:
         if self._state is State.ALIVE:  # what came first counts
-            line = str(error).strip().partition("\n")[0]
-            self._state, self._error = state, "" if error is None else f"{type(error).__name__}: {line[:300]}"
+            self._state, self._error = state, "" if error is None else f"{type(error).__name__}: {first_line(error)}"
         self._awake.set()
 
     def _run(self) -> None:

@@ -37,6 +37,7 @@ def test_the_others_name_the_collective_that_they_waited_in() -> None:
     assert waited.startswith("CollectiveError: rank 0 waited in vain in ")
     assert "along mesh axis 'dp', of module " in waited
     assert "in the forward pass (" in waited
+    assert ".cc:" not in waited
     assert "resume from the last checkpoint" in waited
 
 

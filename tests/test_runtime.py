@@ -270,10 +270,10 @@ def test_a_difference_between_ranks_raises_on_all(gloo4: RankPool) -> None:
     results = gloo4.run(disagreements)
     for texts in results:
         for text in (texts[0], texts[3]):
-            assert "rank 2: 0 f64[3, 5], target f64[3, 6]; rank 3: 0 f64[2, 5], target f64[2, 6]" in text
+            assert "different shapes: input '0' is f64[3, 5] on ranks 0-2, f64[2, 5] on rank 3; input " in text
             assert "drop or pad the last incomplete batch" in text
-        assert "rank 0: training=True" in texts[1]
-        assert "rank 1: training=False" in texts[1]
+        assert "modes: training is True on ranks 0, 2-3, False on rank 1. train(), eval()" in texts[1]
+        assert "modes: training is True on ranks 0, 2-3, False on rank 1; program is " in texts[4]
     for rank, texts in enumerate(results):
         for text in (texts[2], texts[5]):
             assert "input '0' is on meta, but the mesh is of cpu devices" in text

@@ -41,8 +41,10 @@ def ragged() -> None:
     ids, targets = mine(*token_batch(4))
     with pytest.raises(autopar.BatchError, match=r"the batch is empty: dim 0 of input '0', of shape \[0, 8\]"):
         pm(ids[:0], targets[:0])
-    with pytest.raises(autopar.BatchError, match=r"rank 0: 0 i64\[1, 8\], .*rank 1: 0 i64\[2, 8\]"):
+    with pytest.raises(autopar.BatchError, match=r"shapes: input '0' is i64\[1, 8\] on rank 0, i64\[2, 8\] on rank 1;"):
         pm(ids[: 1 + dist.get_rank()], targets[: 1 + dist.get_rank()])
+    with pytest.raises(autopar.BatchError, match=r"dtypes: input '1' is i64\[2, 8\] on rank 0, i32\[2, 8\] on rank 1"):
+        pm(ids, targets.int() if dist.get_rank() else targets)
     with pytest.raises(autopar.TraceError, match=r"module tokens, .*tiny_models\.py.*indices"):
         pm(ids.double(), targets)
     with pytest.raises(autopar.TraceError, match="unexpected keyword argument 'labels'"):
