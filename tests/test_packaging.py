@@ -143,13 +143,18 @@ def run_example(
 ) -> subprocess.CompletedProcess[str]:
     """Run a file of `examples/` on CPU processes, with flags of its own and more flags of `torchrun`."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [*torchrun, *launch, str(ROOT / "examples" / name), *flags]
+    run = subprocess.run(command, capture_output=True, text=True, env=launch_environment(), check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run
+
+
+def launch_environment() -> dict[str, str]:
+    """What `torchrun` is started with."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONFAULTHANDLER"] = "1"  # a process that aborts says where its threads were
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see examples/elastic.py
-    command = [*torchrun, *launch, str(ROOT / "examples" / name), *flags]
-    run = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run
+    return env
 
 
 def test_plain_module_example_trains_on_two_processes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import RankPool
-from test_packaging import run_example
+from test_packaging import launch_environment, run_example
 from test_parallelize import mine, whole
 from tiny_models import TinyGpt, token_batch
 
@@ -134,3 +135,32 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(gloo2: RankPool
     losses, _ = gloo2.run(never_killed, str(tmp_path))
     expected = [f"step {step:2d}  loss {loss:.9f}" for step, loss in enumerate(losses)]
     assert lines == [*expected[:4], "resumed at step 2 with 2 ranks", *expected[2:]]
+
+
+def run_on_nodes(*flags: str, num_nodes: int = 2, num_ranks: int = 2) -> list[str]:
+    """Run the elastic example under one `torchrun` for each node, as on several hosts; the lines that all printed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where the launchers meet
+    launch = {
+        "nnodes": num_nodes, "nproc-per-node": num_ranks, "max-restarts": 1, "local-addr": "127.0.0.1",
+        "rdzv-backend": "c10d", "rdzv-endpoint": f"127.0.0.1:{store.port}", "rdzv-conf": "is_host=0",
+    }  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *(f"--{name}={value}" for name, value in launch.items())]
+    command = [*torchrun, str(EXAMPLES / "elastic.py"), *flags]
+    pipe, env = subprocess.PIPE, launch_environment() | {"GLOO_SOCKET_IFNAME": "lo"}
+    agents = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env) for _ in range(num_nodes)]
+    try:
+        ends = [agent.communicate(timeout=300) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert not any(agent.returncode for agent in agents), ends
+    return [line for output, _ in ends for line in output.splitlines()]
+
+
+def test_a_rank_killed_on_one_node_restarts_all_nodes(gloo4: RankPool, tmp_path: Path) -> None:
+    """The launchers of both nodes end their ranks, meet again, and go on from the last checkpoint; no loss differs."""
+    lines = run_on_nodes("--steps", "6", "--save-every", "2", "--kill-at", "3", "--out", str(tmp_path / "run"))
+    losses, *_ = gloo4.run(never_killed, str(tmp_path))
+    expected = [f"step {step:2d}  loss {loss:.9f}" for step, loss in enumerate(losses)]
+    # Rank 0, which prints, may be on the other node after the restart.
+    assert sorted(lines) == sorted([*expected[:4], "resumed at step 2 with 4 ranks", *expected[2:]])
