@@ -122,6 +122,23 @@ def test_accelerate_prepares_it_as_it_is(gloo2: RankPool) -> None:
     gloo2.run(accelerated)
 
 
+def looped(*flags: str) -> list[float]:
+    with launched(), examples():
+        from accelerate_loop import main
+
+        losses: list[float] = main(flags)
+    return losses
+
+
+def test_accelerate_saves_and_loads_its_state(gloo2: RankPool, tmp_path: Path) -> None:
+    """With the example's `Accelerator`: schedule, moments and parameters go on, under another strategy."""
+    whole, _ = gloo2.run(looped, "--epochs", "4", "--strategy", "zero3", "--out", str(tmp_path / "whole"))
+    half = ("--epochs", "2", "--out", str(tmp_path / "half"))
+    first, _ = gloo2.run(looped, "--strategy", "zero3", *half)
+    second, _ = gloo2.run(looped, "--strategy", "tp", "--resume", *half)
+    torch.testing.assert_close([*first, *second], whole, rtol=1e-4, atol=0)
+
+
 def never_killed(directory: str) -> list[float]:
     with examples():
         from elastic import train
