@@ -2,11 +2,11 @@
 
     python -m benchmarks.faults [--only NAME,…] [--timeout S] --json OUT
 
-Each fault runs in processes of its own: two steps, a checkpoint, then the fault on rank 2 while the others go on.  OUT
-has a row for each fault:
+Each fault runs in processes of its own: two steps, a checkpoint, then the fault on rank 2 (or on rank 0, which has the
+job's store) while the others go on.  OUT has a row for each fault:
 
-    {"fault", "what", "others": {rank: {"after_s", "error", "message"}}, "detected_s", "names_rank", "checkpoint",
-     "left_over"}
+    {"fault", "what", "rank", "others": {rank: {"after_s", "error", "message"}}, "detected_s", "names_rank",
+     "checkpoint", "left_over"}
 
 `after_s` is from the fault to that rank's end; `detected_s` the largest of the other ranks'.  `checkpoint` says whether
 the one before the fault loads, bit by bit; `left_over` counts processes that had to be ended by force, the faulty rank
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 import autopar
 
-NUM_RANKS, FAULTY, WIDTH = 4, 2, 32
+NUM_RANKS, WIDTH = 4, 32
 FAULT_STEP, NUM_STEPS = 2, 5
 
 
@@ -136,6 +136,7 @@ FAULTS: dict[str, tuple[str, Callable[[Step], None]]] = {
     "hangs": ("hangs while it loads data", hang),
     "hangs in backward": ("hangs between forward and backward", hang_in_backward),
     "frozen": ("frozen (`SIGSTOP`), as a host that is cut off", freeze),
+    "first frozen": ("the same on rank 0, in whose process the job's store is", freeze),
     "user error": ("an exception in the loop", fail),
     "ends early": ("its data ends a batch early", finish),
     "out of memory": ("memory for a tensor is not there", exhaust),
@@ -151,6 +152,11 @@ FAULTS: dict[str, tuple[str, Callable[[Step], None]]] = {
 }
 
 
+def faulty_rank(fault: str) -> int:
+    """Where it happens."""
+    return 0 if fault == "first frozen" else 2
+
+
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     """This rank's rows."""
     generator = torch.Generator().manual_seed(100 * step + rank)
@@ -160,7 +166,7 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 def run_rank(fault: str, directory: Path) -> None:
     """One rank's program: an ordinary loop, with the fault before one of its steps."""
     rank = dist.get_rank()
-    faulty = rank == FAULTY
+    faulty = rank == faulty_rank(fault)
     torch.manual_seed(0)
     if fault == "other versions" and faulty:
         torch.__version__ = "2.0.0"  # type: ignore[assignment]
@@ -199,6 +205,7 @@ def rank_main(fault: str, directory: Path, timeout_s: float, rank: int, port: in
     with (directory / f"output-{rank}").open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # in a test, they are files of pytest's
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0)
@@ -225,7 +232,7 @@ def try_fault(fault: str, directory: Path, timeout_s: float) -> dict[str, Any]:
     processes = [multiprocessing.get_context("fork").Process(target=rank_main, args=each) for each in arguments]
     for process in processes:
         process.start()
-    others = [rank for rank in range(NUM_RANKS) if rank != FAULTY]
+    others = [rank for rank in range(NUM_RANKS) if rank != faulty_rank(fault)]
     ends: dict[int, float] = {}
     deadline = time.monotonic() + 300 + 2 * timeout_s
     while len(ends) < len(others) and time.monotonic() < deadline:
@@ -235,12 +242,13 @@ def try_fault(fault: str, directory: Path, timeout_s: float) -> dict[str, Any]:
     for process in processes:
         process.kill()
         process.join()
-    at_s = json.loads((directory / f"fault-{FAULTY}").read_text())["at"]
+    at_s = json.loads((directory / f"fault-{faulty_rank(fault)}").read_text())["at"]
     after_s = {rank: round(ends.get(rank, time.time()) - at_s, 1) for rank in others}
     told = {rank: {"after_s": after_s[rank], **end_of(directory, rank)} for rank in others}
     return {
-        "fault": fault, "what": FAULTS[fault][0], "others": told, "detected_s": max(after_s.values()),
-        "names_rank": all(f"rank {FAULTY}" in end["message"] for end in told.values()),
+        "fault": fault, "what": FAULTS[fault][0], "rank": faulty_rank(fault), "others": told,
+        "detected_s": max(after_s.values()),
+        "names_rank": all(f"rank {faulty_rank(fault)}" in end["message"] for end in told.values()),
         "checkpoint": checkpoint_loads(directory / "c"), "left_over": left_over,
     }  # fmt: skip
 

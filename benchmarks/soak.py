@@ -54,14 +54,14 @@ class Model(nn.Module):
         return F.cross_entropy((x @ self.tokens.weight.T).flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train(rank: int, num_ranks: int, port: int, directory: Path, num_steps: int) -> None:
+def train(rank: int, num_ranks: int, ports: Any, directory: Path, num_steps: int) -> None:
     """One rank's program: an ordinary loop that goes on from the last checkpoint."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with (directory / f"output-{rank}").open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    store, timeout = dist.TCPStore("127.0.0.1", port, is_master=False), timedelta(minutes=10)
+    store, timeout = dist.TCPStore("127.0.0.1", ports.get(), is_master=False), timedelta(minutes=10)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     torch.manual_seed(0)
     pm = autopar.parallelize(Model(), num_ranks, strategy="zero3")
@@ -105,6 +105,7 @@ class Run:
     num_steps: int
     generator: random.Random
     killed_ranks: list[int] = field(default_factory=list)
+    store: dist.TCPStore | None = None
 
     def finish(self, num_kills: int) -> None:
         """Start the ranks, kill them, and start them again, until they have come to the end."""
@@ -135,12 +136,16 @@ class Run:
         return found
 
     def _start(self) -> list[Any]:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = None  # it has a thread, and whoever is forked while that holds a lock waits for it forever
         context = multiprocessing.get_context("fork")
-        arguments = (self.num_ranks, self.store.port, self.directory, self.num_steps)
+        ports = context.SimpleQueue()
+        arguments = (self.num_ranks, ports, self.directory, self.num_steps)
         processes = [context.Process(target=train, args=(rank, *arguments)) for rank in range(self.num_ranks)]
         for process in processes:
             process.start()
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for _ in processes:
+            ports.put(self.store.port)
         return processes
 
     def _kill(self, processes: list[Any]) -> None:

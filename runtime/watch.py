@@ -4,6 +4,9 @@ A thread of each rank writes every second what the rank does into the job's key-
 step: the thread looks at the stack of the one that computes.  What the others wrote is read when a collective fails,
 and when this rank has waited for long.  PyTorch's collectives on CPUs cannot be broken off, so a rank that waits for
 one that has failed, or is gone, ends its process, as NCCL's own watchdog does.
+
+Nor can a call of the store be broken off, whose host may be cut off from this one: a second thread looks after the
+first.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ LOOK_S = 5.0
 SILENT_S = 30.0
 """A rank that wrote nothing for so long is taken for gone, if another waits for it."""
 
-_UNREACHABLE = "the job's store cannot be reached: the process or host of rank 0, or of the launcher, is gone"
+_UNREACHABLE = (
+    "the job's store cannot be reached: the process or host of rank 0, or of the launcher, is gone, or this host is "
+    "cut off from it"
+)
 
 
 class Watch:
@@ -43,9 +49,11 @@ class Watch:
         self._heard: dict[int, tuple[int, float]] = {}
         self._looked_s = time.monotonic()
         self._suspected_at: tuple[int, str] | None = None
-        self._awake, self._closed, self._pid = threading.Event(), False, os.getpid()
+        self._asked_s: float | None = None
+        self._awake, self._closed, self._pid = threading.Event(), threading.Event(), os.getpid()
         self._thread = threading.Thread(target=self._run, name="autopar-watch", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="autopar-watch-guard", daemon=True).start()
 
     def __deepcopy__(self, memo: object) -> Watch:
         """A copied module is watched over by the one watch that a process group has."""
@@ -71,8 +79,18 @@ class Watch:
 
     def verdict(self, error: BaseException) -> str:
         """Whom this rank waited for in vain until PyTorch raised `error`, in words; takes up to three beats, in which
-        the others are to be heard."""
+        the others are to be heard, and a look more where the store does not answer."""
         self._tell(State.IN_VAIN, error)
+        told: list[str] = []
+        asking = threading.Thread(target=lambda: told.append(self._ask()), name="autopar-watch-ask", daemon=True)
+        asking.start()
+        asking.join(3 * BEAT_S + LOOK_S)
+        if self._rank == 0:
+            time.sleep(BEAT_S)  # the store may be in this process, and the others read it, too
+        return told[0] if told else _UNREACHABLE
+
+    def _ask(self) -> str:
+        """Read the others until somebody has failed or everybody was heard, or for three beats; the verdict."""
         deadline = time.monotonic() + 3 * BEAT_S
         try:
             first = self._board.read()
@@ -80,19 +98,16 @@ class Watch:
                 found = self._board.read()
                 silent = [rank for rank in first if found[rank].beat == first[rank].beat]
                 if any(other.failed for other in found.values()) or not silent or time.monotonic() > deadline:
-                    break
+                    return verdict(found, self._board.others, silent, 3 * BEAT_S)
                 time.sleep(BEAT_S / 5)
         except RuntimeError:
             return _UNREACHABLE
-        if self._rank == 0:
-            time.sleep(BEAT_S)  # the store may be in this process, and the others read it, too
-        return verdict(found, self._board.others, silent, 3 * BEAT_S)
 
     def close(self) -> None:
         """Tell that this rank has left, and why, and end the thread."""
         if os.getpid() == self._pid:  # and not in a child that was forked
             self._tell(State.ENDED, getattr(sys, "last_value", None))
-            self._closed = True
+            self._closed.set()
             self._awake.set()
             self._thread.join(2 * BEAT_S)
 
@@ -102,25 +117,41 @@ class Watch:
         self._awake.set()
 
     def _run(self) -> None:
-        while not self._closed:
+        while not self._closed.is_set():
             self._awake.wait(BEAT_S)
             self._awake.clear()
             self._mine = mine = self._standing()
             looks = mine.waits and mine.for_s >= LOOK_S and time.monotonic() - self._looked_s >= LOOK_S
+            self._asked_s = time.monotonic()
             try:
                 self._board.write(mine)
                 missing = self._missing() if looks else ""
             except RuntimeError:
                 missing = _UNREACHABLE
+            self._asked_s = None
             if looks:
                 self._looked_s = time.monotonic()
                 if missing and self._suspected_at == self._at:
                     self._give_up(missing)
                 self._suspected_at = self._at if missing else None
 
+    def _guard(self) -> None:
+        """End the process if it waits while the store, whose answers cannot be waited for with an end, is silent."""
+        before = None
+        while not self._closed.wait(LOOK_S):
+            place, waits = self._place()
+            at = (self._num_turns, place) if waits else None
+            asked_s = self._asked_s
+            if at and at == before and asked_s is not None and time.monotonic() - asked_s >= SILENT_S:
+                self._end_process(place, _UNREACHABLE)
+            before = at
+
+    def _place(self) -> tuple[str, bool]:
+        return place_on(sys._current_frames().get(self._thread_id), self._places)
+
     def _standing(self) -> Standing:
         now_s = time.monotonic()
-        place, waits = place_on(sys._current_frames().get(self._thread_id), self._places)
+        place, waits = self._place()
         if self._at != (self._num_turns, place):
             self._at, self._since_s = (self._num_turns, place), now_s
         for_s = int(now_s - self._since_s)
@@ -139,9 +170,12 @@ class Watch:
         self._tell(State.IN_VAIN, None)
         with suppress(RuntimeError):
             self._board.write(self._standing())
+        self._end_process(self._mine.place, missing)
+
+    def _end_process(self, place: str, missing: str) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.write(
-            f"autopar: rank {self._rank} waits in vain in {self._mine.place}: {missing}. This process ends, for the "
+            f"autopar: rank {self._rank} waits in vain in {place}: {missing}. This process ends, for the "
             "collective cannot be broken off. End all ranks, and resume from the last checkpoint\n"
         )
         sys.stderr.flush()

@@ -144,10 +144,10 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, wait: bool) -> None:
 # ---- kills
 
 
-def save_forever(rank: int, num_ranks: int, port: int, path: Path, ready: Any) -> None:
+def save_forever(rank: int, num_ranks: int, ports: Any, path: Path, ready: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", ports.get(), is_master=False)
     timeout = timedelta(seconds=30)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     pm = autopar.parallelize(Numbered(), num_ranks, strategy="zero3")
@@ -170,12 +170,15 @@ def kill_savers(tmp_path: Path, num_ranks: int, rounds: int) -> tuple[set[int], 
     context = multiprocessing.get_context("fork")
     seen, halves = set(), 0
     for _ in range(rounds):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ready = context.Event()
-        arguments = [(rank, num_ranks, store.port, path, ready) for rank in range(num_ranks)]
+        ready, ports = context.Event(), context.SimpleQueue()
+        arguments = [(rank, num_ranks, ports, path, ready) for rank in range(num_ranks)]
         processes = [context.Process(target=save_forever, args=each, daemon=True) for each in arguments]
         for process in processes:
             process.start()
+        # Not before: it has a thread, and whoever is forked while that holds a lock waits for it forever.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for _ in processes:
+            ports.put(store.port)
         assert ready.wait(60)
         time.sleep(generator.random() * 0.05)
         generator.shuffle(processes)
@@ -185,6 +188,7 @@ def kill_savers(tmp_path: Path, num_ranks: int, rounds: int) -> tuple[set[int], 
             time.sleep(generator.choice([0, 0.01]))
         for process in processes:
             process.join()
+        del store
         halves += (tmp_path / ".c.writing").exists()
         model = Numbered()
         number = autopar.load_checkpoint(path, model)["number"]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +93,54 @@ def test_a_store_that_is_gone_is_told() -> None:
         watching.close()
 
 
+class Relay:
+    """Stands before a store, and can be cut: then it takes what is sent and gives nothing back, as a cut link does."""
+
+    def __init__(self, port: int) -> None:
+        self.cut = threading.Event()
+        self._there = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        self._run(self._accept)
+
+    def _run(self, function: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=function, args=args, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._server.accept()
+            far = socket.create_connection(("127.0.0.1", self._there))
+            self._run(self._pass_on, near, far)
+            self._run(self._pass_on, far, near)
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        while sent := source.recv(1 << 16):
+            if not self.cut.is_set():
+                sink.sendall(sent)
+
+
+def test_a_store_that_is_cut_off_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls never come back: neither the verdict nor a rank that waits may hang with them."""
+    for name, seconds in {"BEAT_S": 0.05, "LOOK_S": 0.2, "SILENT_S": 0.5}.items():
+        monkeypatch.setattr(watch, name, seconds)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    relay = Relay(server.port)
+    ends: list[tuple[str, str]] = []
+    monkeypatch.setattr(watch.Watch, "_end_process", lambda self, *told: ends.append(told))
+    monkeypatch.setattr(watch, "place_on", lambda frame, places: ("all_reduce", True))
+    watching = watch.Watch(1, Board(dist.TCPStore("127.0.0.1", relay.port, is_master=False), 1, 2))
+    try:
+        assert "rank 0 never told what it does" in watching.verdict(RuntimeError("…"))
+        relay.cut.set()
+        assert "or this host is cut off from it" in watching.verdict(RuntimeError("…"))
+        deadline = time.monotonic() + 60
+        while not ends and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert ends[0] == ("all_reduce", watching.verdict(RuntimeError("…")))
+    finally:
+        watching.close()
+
+
 def ended(fault: str, directory: Path, timeout_s: float) -> dict[int, dict[str, Any]]:
     row = try_fault(fault, directory, timeout_s)
     assert row["left_over"] == 0
@@ -128,6 +180,16 @@ def test_a_wait_for_one_that_failed_and_lingers_ends(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_wait_for_a_frozen_host_ends(tmp_path: Path) -> None:
-    for end in ended("frozen", tmp_path, 600).values():
+    others = ended("frozen", tmp_path, 600).values()
+    for end in others:
         assert end["after_s"] < 120
-        assert "rank 2 has given no sign of life for 30 s" in end["message"]
+        assert "rank 2 has given no sign of life for " in end["message"]
+    # Who waits for the frozen rank itself ends its process; who waits for one of those may first hear of their end.
+    assert any("life for 30 s" in end["message"] and end["error"] == "process ended" for end in others)
+
+
+@pytest.mark.slow
+def test_a_wait_for_the_frozen_host_of_the_store_ends(tmp_path: Path) -> None:
+    for end in ended("first frozen", tmp_path, 600).values():
+        assert end["after_s"] < 120
+        assert "the job's store cannot be reached: the process or host of rank 0" in end["message"]
