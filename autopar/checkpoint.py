@@ -111,6 +111,7 @@ def _write(path: Path, tensors: dict[str, Slices], text: str, control: ControlGr
         aside.mkdir(parents=True)
 
     def finish() -> None:
+        SafeReader(aside).check_files()
         with open(aside / STATE_FILE, "w") as file:
             file.write(text)
             file.flush()
@@ -215,14 +216,20 @@ def _told(path: Path, done: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:  # which is no `Exception`
-        reasons = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
-        raise CheckpointError(f"{what}: {reasons}") from error
+        raise CheckpointError(f"{what}: {_reasons(error)}") from error
     except AutoparError as error:
         if type(error) in (AutoparError, CheckpointError):  # the first is what another rank met
             raise CheckpointError(f"{what}: {error}") from error
         raise
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _reasons(error: CheckpointException) -> str:
+    """What up to five ranks met."""
+    met = [(rank, failure[0]) for rank, failure in sorted(error.failures.items())]
+    told = [f"rank {rank}: {failure or type(failure).__name__}" for rank, failure in met[:5]]
+    return "; ".join(told) + (f"; and {len(met) - 5} ranks more" if len(met) > 5 else "")
 
 
 def _control_of(model: nn.Module) -> ControlGroup:

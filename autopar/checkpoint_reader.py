@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from autopar._compat import StorageInfo
 from autopar.errors import CheckpointError
@@ -79,6 +82,32 @@ class SafeReader(FileSystemReader):
         description: Metadata = found
         description.storage_meta = names.StorageMeta(load_id=self.load_id)
         return description
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As PyTorch's, which says nothing of a file that is too short."""
+        self._check_files(self.storage_data[item.storage_index] for item in plan.items)
+        return super().read_data(plan, planner)
+
+    def check_files(self) -> None:
+        """Make sure that all files that the description names are there, as this process sees the directory.
+
+        Raises:
+            CheckpointError: naming the first that is missing or too short.
+        """
+        self._check_files(self.read_metadata().storage_data.values())
+
+    def _check_files(self, stretches: Iterable[Any]) -> None:
+        ends: dict[str, int] = {}
+        for info in stretches:
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in sorted(ends.items()):
+            path = Path(self.path) / name
+            if not path.exists():
+                raise CheckpointError(
+                    f"{path} is missing: every rank must name one directory, on a file system they share"
+                )
+            if (size := path.stat().st_size) < end:
+                raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {end} were written")
 
 
 def _is_description(found: Any) -> bool:

@@ -38,9 +38,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
     names = _names(model)
     found: OptimizerState = {}
     for parameter, values in optimizer.state.items():
-        name = names.get(id(parameter))
-        if name is None:
-            raise CheckpointError("the optimizer holds a parameter that is not the model's: make it of pm.parameters()")
+        name = _name_of(parameter, names)
         tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
         others = [key for key, value in values.items() if value is not None and key not in tensors]
         if others:
@@ -74,6 +72,15 @@ def _names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
+def _name_of(parameter: Tensor, names: Mapping[int, str]) -> str:
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"the optimizer holds a parameter, of shape {list(parameter.shape)}, that is not the model's: make it of "
+            "pm.parameters(), after parallelize"
+        )
+    return names[id(parameter)]
+
+
 def state_text(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None) -> str:
     """The JSON beside the tensors.
 
@@ -82,7 +89,8 @@ def state_text(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra:
     """
     groups = None if optimizer is None else list(_groups(model, optimizer))
     random = list(model.random_state) if isinstance(model, ParallelModule) else None
-    state = {"format": FORMAT, "groups": groups, "random": random, "extra": dict(extra or {})}
+    kind = None if optimizer is None else sorted(optimizer.defaults)
+    state = {"format": FORMAT, "kind": kind, "groups": groups, "random": random, "extra": dict(extra or {})}
     try:
         return json.dumps(state, indent=1)
     except (TypeError, ValueError) as error:
@@ -96,7 +104,7 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[dict
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
         plain = {key: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for key, v in settings.items()}
-        yield {"params": [names[id(p)] for p in group["params"]], "settings": plain}
+        yield {"params": [_name_of(p, names) for p in group["params"]], "settings": plain}
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -118,7 +126,10 @@ def read_state(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: 'extra' must be an object and 'random' two numbers")
     if groups is not None and not (isinstance(groups, list) and all(map(_is_group, groups))):
         raise CheckpointError(f"{path} is damaged: 'groups' must be a list of names and settings")
-    return {"extra": state["extra"], "groups": groups, "random": tuple(random) if random else None}
+    kind = state.get("kind")
+    if not (kind is None or (isinstance(kind, list) and all(isinstance(name, str) for name in kind))):
+        raise CheckpointError(f"{path} is damaged: 'kind' must be a list of names")
+    return {"extra": state["extra"], "kind": kind, "groups": groups, "random": tuple(random) if random else None}
 
 
 def _is_group(group: object) -> bool:
@@ -160,6 +171,8 @@ def room_for_state(
     """
     if state["groups"] is None:
         raise CheckpointError("it was saved without an optimizer: leave the optimizer out")
+    if state["kind"] is not None:
+        _check_kind(set(optimizer.defaults), set(state["kind"]))
     ours = [sorted(group["params"]) for group in _groups(model, optimizer)]
     theirs = [sorted(group["params"]) for group in state["groups"]]
     if ours != theirs:
@@ -179,6 +192,15 @@ def room_for_state(
             continue
         made.setdefault(name, {})[key] = _empty(parameters[name], key, described)
     return made
+
+
+def _check_kind(ours: set[str], theirs: set[str]) -> None:
+    """Refuse the state of another kind of optimizer, as told by the names of its settings; a version may add some."""
+    if theirs - ours and ours - theirs:
+        raise CheckpointError(
+            f"it is of another kind of optimizer, with the settings {', '.join(sorted(theirs - ours))}; the one given "
+            f"has {', '.join(sorted(ours - theirs))} instead"
+        )
 
 
 def _is_alike(ours: object, theirs: object) -> bool:

@@ -32,8 +32,6 @@ def export_program(program: LocalProgram, plan: Plan, directory: str | os.PathLi
         PlanError: if the plan cannot be written.
     """
     directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
-        raise InputError(f"cannot export to {str(directory)!r}: it is a file; name a directory")
     title = f"{plan.strategy} on mesh {program.mesh}"
     python = program_text(program, plan)
     contents = {
@@ -46,6 +44,8 @@ def export_program(program: LocalProgram, plan: Plan, directory: str | os.PathLi
     }
     try:
         directory.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise InputError(f"cannot export to {str(directory)!r}: it is a file; name a directory") from error
     except OSError as error:
         raise InputError(f"cannot make directory {str(directory)!r} to export to: {error.strerror or error}") from error
     for name, content in contents.items():

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from test_export import compiled
 from test_plan_file import PLAN
 from tiny_models import Mlp
 from torch import nn
 
 import autopar
 from autopar.errors import CheckpointError, InputError
+from autopar.export import export_program
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.safetensors_files import load_files, save_files
 from autopar.runtime.slices import Slices
@@ -94,6 +96,13 @@ def test_no_permission_to_read(closed: Path, kind: str) -> None:
     assert error.startswith(("CheckpointError: ", "InputError: "))
     assert f"{closed}/there" in error
     assert "Permission denied" in error
+
+
+def test_no_permission_to_look(closed: Path) -> None:
+    closed.chmod(0o000)
+    program, plan = compiled("tp", (4,))
+    error = as_nobody(lambda path: export_program(program, plan, path), closed / "new")
+    assert error.startswith(f"InputError: cannot make directory '{closed}/new' to export to: Permission denied")
 
 
 def files(directory: Path) -> dict[str, bytes]:

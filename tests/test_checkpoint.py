@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import RankPool
 from test_parallelize import mine, whole
 from tiny_models import Mlp, TinyGpt, token_batch
@@ -240,14 +241,20 @@ def test_damage_is_told(tmp_path: Path) -> None:
         (state, json.dumps({**hostile, "groups": [{"params": [3]}]}).encode(), "'groups' must be"),
         (state, json.dumps({**hostile, "groups": 7}).encode(), "'groups' must be"),
         (state, json.dumps({**hostile, "random": ["a", 1]}).encode(), "'random' two numbers"),
+        (state, json.dumps({**hostile, "kind": [7]}).encode(), "'kind' must be"),
     ]:
         file.write_bytes(content)
         model = Mlp()
         with pytest.raises(autopar.CheckpointError, match=message):
             autopar.load_checkpoint(path, model, torch.optim.SGD(model.parameters()))
         file.write_bytes(good[file])
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(
+        autopar.CheckpointError, match=rf"{data.name} is damaged: it has \d+ bytes, and \d+ were written"
+    ):
+        autopar.load_checkpoint(path, Mlp())
     data.unlink()
-    with pytest.raises(autopar.CheckpointError, match="No such file or directory"):
+    with pytest.raises(autopar.CheckpointError, match=rf"{data.name} is missing"):
         autopar.load_checkpoint(path, Mlp())
 
 
@@ -267,13 +274,21 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     with pytest.raises(autopar.CheckpointError, match=r"groups of \[4\] parameters, and the one given has \[2\]"):
         autopar.load_checkpoint(path, model, torch.optim.SGD(model.up.parameters()))
+    with pytest.raises(
+        autopar.CheckpointError, match=r"the optimizer holds a parameter, of shape \[24, 12\], that is not"
+    ):
+        autopar.load_checkpoint(path, model, torch.optim.SGD(Mlp().parameters()))
+    with pytest.raises(
+        autopar.CheckpointError, match=r"another kind of optimizer, with the settings dampening, .*; the one given has "
+    ):
+        autopar.load_checkpoint(path, model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(autopar.CheckpointError, match="/none cannot be read: there is none"):
         autopar.load_checkpoint(tmp_path / "none", model)
     other = Mlp()
     adamw = torch.optim.AdamW(other.parameters())
     other(torch.ones(2, 12)).sum().backward()
     adamw.step()
-    with pytest.raises(autopar.CheckpointError, match=r"a parameter that is not the model's"):
+    with pytest.raises(autopar.CheckpointError, match=r"a parameter, of shape \[24, 12\], that is not the model's"):
         autopar.save_checkpoint(tmp_path / "d", model, adamw)
 
 
@@ -287,6 +302,20 @@ def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(autopar.CheckpointError, match="must be numbers, texts, lists or dicts"):
         autopar.save_checkpoint(tmp_path / "c", Mlp(), extra={"x": Mlp()})
     assert not (tmp_path / "c").exists()
+
+
+def saves_apart(directory: str) -> str:
+    """As with directories that only look the same: each rank has its own."""
+    pm = autopar.parallelize(Mlp(), 2, strategy="zero3", example_inputs=torch.ones(2, 12))
+    with pytest.raises(autopar.CheckpointError) as caught:
+        autopar.save_checkpoint(f"{directory}/{dist.get_rank()}/c", pm)
+    return str(caught.value)
+
+
+def test_a_directory_that_ranks_do_not_share_is_refused(gloo2: RankPool, tmp_path: Path) -> None:
+    for text in gloo2.run(saves_apart, str(tmp_path)):
+        assert "__1_0.distcp is missing: every rank must name one directory" in text
+    assert not any((tmp_path / rank / "c").exists() for rank in "01")
 
 
 def fails_on_one_rank(path: str) -> str:
