@@ -88,6 +88,7 @@ class Compiler:
     def __post_init__(self) -> None:
         self.optimizer = find_optimizer(self.optimizer)  # measured once, and refused before any work
         compute_dtype(self.precision)
+        budget_bytes(self.mem_gb, self.cluster)
         if self.accumulate < 1:
             raise InputError(f"accumulate={self.accumulate}: an optimizer's step takes at least 1 micro-step")
 

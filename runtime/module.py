@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from autopar.placement import Sharding
 from autopar.plan import Plan
 from autopar.runtime.accumulation import Accumulation
 from autopar.runtime.agreement import agree_on_program
-from autopar.runtime.buffers import Buffers
+from autopar.runtime.buffers import Buffers, BufferShapes
 from autopar.runtime.calls import Call, agree_on_call
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import BoundStep, CompiledStep
@@ -111,6 +112,7 @@ class ParallelModule(nn.Module):
         self._layout = layout_on(device_mesh, plan.mesh if plan else None)
         rest = planned(plan.storage) if plan else unplanned(self._layout)
         self._sharded = ShardedParameters(model, self._control, self._layout, rest)
+        self._buffer_shapes = BufferShapes(model)
         self._programs = Programs(max_specialisations)
         self._num_forwards = 0
         self._accumulation = Accumulation()
@@ -272,6 +274,7 @@ class ParallelModule(nn.Module):
 
     def _inspect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         self._sharded.check(planned=self._plan is not None)
+        self._buffer_shapes.check(planned=self._plan is not None)
         tensors, constants = self._flatten(args, kwargs)
         for path, tensor in tensors:
             if tensor.device.type != self._layout.device.type:
@@ -408,6 +411,24 @@ class ParallelModule(nn.Module):
 
         apply_whole(self._model, fn, self._control, write, self._sharded.has_values)
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module with parameters and programs of its own, on the same ranks."""
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be pickled, as by `torch.save(pm)`: process groups and programs live in this process.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "a ParallelModule cannot be pickled: keep its state by autopar.save_checkpoint(path, pm, optimizer), or "
+            "its weights by pm.save_pretrained(directory)"
+        )
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the model (`config`, methods) are reachable here too.

@@ -19,6 +19,7 @@ from autopar.plan import Storage
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.live_mesh import Layout
 from autopar.runtime.sharding import device_placements, shard_tensor
+from autopar.runtime.stale_optimizers import mark_replaced
 
 _BROADCAST_BYTES = 256 * 2**20  # DDP's default: large enough for bandwidth, small enough for memory
 
@@ -36,6 +37,7 @@ class _Slot:
     requires_grad: bool
     shape: torch.Size
     dtype: torch.dtype
+    device: torch.device
     sharding: Sharding
     untouched: int | None = None
     """Of a parameter that was on the meta device: its version when it was made, without values."""
@@ -106,7 +108,10 @@ class ShardedParameters:
         for _, module, attribute in owners:
             module._parameters[attribute] = cast(nn.Parameter, parameter)
         version = _version(parameter) if full.is_meta else None
-        return _Slot(names, parameter, full.requires_grad, parameter.shape, parameter.dtype, sharding, version)
+        mark_replaced(full, names[0])
+        return _Slot(
+            names, parameter, full.requires_grad, parameter.shape, parameter.dtype, parameter.device, sharding, version
+        )
 
     def move(self, layout: Layout, rest: Rest) -> None:
         """Move parameters to planned places, one after the other, keeping each object: an optimizer may hold it."""
@@ -192,8 +197,8 @@ class ShardedParameters:
         """Compare the model with what was planned; before planning, parameters may still be frozen or unfrozen.
 
         Raises:
-            StaleModelError: if a parameter was replaced, resized, cast, frozen or unfrozen, or a module came, went or
-                was replaced.
+            StaleModelError: if a parameter was replaced, resized, cast, moved, frozen or unfrozen, or a module came,
+                went or was replaced.
         """
         for place in self._tree:
             if _children(place.module) != place.children:
@@ -205,12 +210,12 @@ class ShardedParameters:
             parameter = slot.parameter
             if not planned:
                 slot.requires_grad = parameter.requires_grad
-            found = (parameter.shape, parameter.dtype, parameter.requires_grad)
-            if found != (slot.shape, slot.dtype, slot.requires_grad):
+            found = (parameter.shape, parameter.dtype, parameter.requires_grad, parameter.device)
+            expected = (slot.shape, slot.dtype, slot.requires_grad, slot.device)
+            if found != expected:
                 raise StaleModelError(
-                    f"parameter {slot.names[0]!r} changed after planning: expected {list(slot.shape)} {slot.dtype} "
-                    f"with requires_grad={slot.requires_grad}, found {list(parameter.shape)} {parameter.dtype} "
-                    f"with requires_grad={parameter.requires_grad}; make such changes first, then {_AGAIN}"
+                    f"parameter {slot.names[0]!r} changed after planning: expected {_describe_state(*expected)}, found "
+                    f"{_describe_state(*found)}; make such changes first, then {_AGAIN}"
                 )
 
 
@@ -237,6 +242,10 @@ def _raise_about_parameter(place: _Place) -> NoReturn:
 
 def _describe_parameter(parameter: Tensor | None) -> str:
     return "no parameter" if parameter is None else f"a {type(parameter).__name__} of shape {list(parameter.shape)}"
+
+
+def _describe_state(shape: torch.Size, dtype: torch.dtype, requires_grad: bool, device: torch.device) -> str:
+    return f"{list(shape)} {dtype} on {device} with requires_grad={requires_grad}"
 
 
 def _join(path: str, name: str) -> str:

@@ -279,7 +279,7 @@ def test_a_difference_between_ranks_raises_on_all(gloo4: RankPool) -> None:
             assert "input '0' is on meta, but the mesh is of cpu devices" in text
             assert text.startswith("rank 2 failed while checking its call: ") == (rank != 2)
         assert "parameter 'up.bias' changed after planning: " in texts[6]
-        assert "with requires_grad=True, found [8] torch.float64 with requires_grad=False" in texts[6]
+        assert "on cpu with requires_grad=True, found [8] torch.float64 on cpu with requires_grad=False" in texts[6]
 
 
 def compile_failures() -> None:
@@ -343,7 +343,7 @@ def changes() -> None:
     pm(mine(x), **call)
     pm.float()
     text = error_text(errors.StaleModelError, pm, mine(x), **call)
-    assert "expected [8, 5] torch.float64 with requires_grad=True, found [8, 5] torch.float32" in text
+    assert "expected [8, 5] torch.float64 on cpu with requires_grad=True, found [8, 5] torch.float32" in text
     pm, _, _ = make("tp")
     assert "requires grad, but the compiled program gives no gradient for it" in error_text(
         errors.InputError, pm, mine(x).clone().requires_grad_(), **call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -202,6 +203,21 @@ def resized() -> None:
     pm(torch.ones(2, 4)).backward()
     assert (pm.get_buffer("table").dtype, pm.get_buffer("counts").dtype) == (torch.bfloat16, torch.int16)
     assert set(pm.state_dict()) == {"linear.weight", "linear.bias", "table"}
+    pm.linear.to("meta")
+    with pytest.raises(autopar.StaleModelError, match=r"'linear.weight' changed after planning: .* on cpu .* on meta"):
+        pm(torch.ones(2, 4))
+    pm = autopar.parallelize(OddBuffers(), 2, strategy="zero3")
+    pm.counts = torch.arange(1)  # not planned yet
+    pm(torch.ones(2, 4)).backward()
+    pm.counts = torch.ones(1, dtype=torch.int64)  # values may change
+    pm(torch.ones(2, 4))
+    pm.counts = torch.ones(4, dtype=torch.int64)
+    with pytest.raises(autopar.StaleModelError, match=r"buffer 'counts' changed .* expected \[1\] .*, found \[4\]"):
+        pm(torch.ones(2, 4))
+    pm.counts = None
+    with pytest.raises(autopar.StaleModelError, match=r"'counts' changed .* found none"):
+        pm(torch.ones(2, 4))
+    pm.counts = torch.ones(1, dtype=torch.int64)
     pm.get_parameter("linear.bias").data = torch.zeros(3)
     with pytest.raises(autopar.StaleModelError, match=r"'linear.bias' changed after planning: expected \[4\]"):
         pm(torch.ones(2, 4))
@@ -209,6 +225,24 @@ def resized() -> None:
 
 def test_buffers_keep_their_dtype_and_resized_parameters_are_refused(gloo2: RankPool) -> None:
     gloo2.run(resized)
+
+
+def misused() -> None:
+    model = Mlp()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    pm = autopar.parallelize(model, 2, strategy="zero3", example_inputs=torch.ones(2, 12))
+    pm(torch.ones(2, 12)).sum().backward()
+    with pytest.raises(autopar.InputError, match=r"holds parameter 'up.weight' as it was before autopar.parallelize"):
+        early.step()
+    torch.optim.SGD(pm.parameters(), lr=0.1).step()
+    with pytest.raises(autopar.InputError, match=r"cannot be pickled: .* autopar.save_checkpoint"):
+        pickle.dumps(pm)
+    with pytest.raises(autopar.InputError, match="mem_gb must be a positive number"):
+        autopar.parallelize(Mlp(), 2, mem_gb=-1)
+
+
+def test_early_optimizers_and_pickling_are_refused(gloo2: RankPool) -> None:
+    gloo2.run(misused)
 
 
 def scaled() -> None:
