@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from autopar.plan import Plan
 from autopar.plan_cache import open_cache
 from autopar.precision import compute_dtype
 from autopar.progress import progress
-from autopar.rehearsal import rehearsal
+from autopar.rehearsal import rehearse
 from autopar.runtime.agreement import agree_on_setup
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import CompiledStep
@@ -120,32 +121,43 @@ def parallelize(
         cache=open_cache(cache),
     )
 
-    def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        with progress() as compiler.say:
-            joint = compiler.trace(args, kwargs, torch.is_grad_enabled())
-            made = compiler.given(joint, strategy) if isinstance(strategy, Plan) else compiler.plan(joint)
-        return replace(made, cost=None)  # each rank's own is ready when asked; to send it, it would be worked out
-
-    def compile_step(args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, plan: Plan) -> CompiledStep:
-        with progress(shown=control.rank == 0) as compiler.say:
-            joint = compiler.trace(args, kwargs, train)
-            program, cost = compiler.compile(joint, plan), compiler.cost(joint, plan)
-        return CompiledStep(program, joint.output_tree.rebuild, defer_reductions, cost)
-
-    rehearse = rehearsal(model, control, batch_dims, precision) if verify else None
-
-    def check_step(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
-        return verify_step(module, args, kwargs, batch_dims, compute_dtype(precision))
-
+    # Partials rather than functions in here: a copied module's are bound to copies of what they are bound to.
     module = ParallelModule(
-        model, device_mesh, compile=compile_step, flatten=flatten_inputs, decide=decide, rehearse=rehearse,
-        check_step=check_step,
-        control=control,
+        model, device_mesh, compile=partial(_compile_step, compiler, control.rank == 0), flatten=flatten_inputs,
+        decide=partial(_decide, compiler, strategy),
+        rehearse=partial(rehearse, model, control, batch_dims, precision) if verify else None,
+        check_step=partial(_check_step, batch_dims, precision), control=control,
     )  # fmt: skip
     if example_inputs is not None:
         args, kwargs = split_call(example_inputs)
         module.prepare(*args, **kwargs)
     return module
+
+
+def _decide(compiler: Compiler, strategy: str | Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    with progress() as compiler.say:
+        joint = compiler.trace(args, kwargs, torch.is_grad_enabled())
+        made = compiler.given(joint, strategy) if isinstance(strategy, Plan) else compiler.plan(joint)
+    return replace(made, cost=None)  # each rank's own is ready when asked; to send it, it would be worked out
+
+
+def _compile_step(
+    compiler: Compiler, shown: bool, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, plan: Plan
+) -> CompiledStep:
+    with progress(shown=shown) as compiler.say:
+        joint = compiler.trace(args, kwargs, train)
+        program, cost = compiler.compile(joint, plan), compiler.cost(joint, plan)
+    return CompiledStep(program, joint.output_tree.rebuild, defer_reductions, cost)
+
+
+def _check_step(
+    batch_dims: Mapping[str, int | None] | None,
+    precision: str | None,
+    module: ParallelModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> VerifyReport:
+    return verify_step(module, args, kwargs, batch_dims, compute_dtype(precision))
 
 
 def ranks_per_node() -> int:

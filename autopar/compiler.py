@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import warnings
@@ -91,6 +92,12 @@ class Compiler:
         budget_bytes(self.mem_gb, self.cluster)
         if self.accumulate < 1:
             raise InputError(f"accumulate={self.accumulate}: an optimizer's step takes at least 1 micro-step")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiler:
+        """For a copied model, whose modes are its own; what was worked out is the same."""
+        copied = copy.copy(self)
+        copied.model = copy.deepcopy(self.model, memo)
+        return copied
 
     def trace(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, local: bool = True, whole: bool = True

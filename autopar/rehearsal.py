@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -94,39 +94,38 @@ def verify(
     return compare(joint, program, made, copied, args, kwargs, num_steps)
 
 
-Rehearse = Callable[[tuple[Any, ...], dict[str, Any], Plan], VerifyReport]
-
-
-def rehearsal(
-    model: nn.Module, control: ControlGroup, batch_dims: Mapping[str, int | None] | None, precision: str | None
-) -> Rehearse:
-    """A function that verifies a plan on the first rows of every rank's batch, to be called on all ranks.
+def rehearse(
+    model: nn.Module,
+    control: ControlGroup,
+    batch_dims: Mapping[str, int | None] | None,
+    precision: str | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: Plan,
+) -> VerifyReport:
+    """Verify a plan on the first rows of every rank's batch; called on all ranks.
 
     Rank 0 does the work: it runs all ranks of the program and the single device in float64 on the CPU.  The model may
     hold DTensors; where they are cut, random values stand for theirs.
 
-    The function raises, on every rank:
-        VerificationError: if the program's numbers differ from the single device's.
+    Raises:
+        VerificationError: on every rank, if the program's numbers differ from the single device's.
         InputError: if rank 0's host lacks the memory for it, or the model cannot run in float64 on the CPU.
     """
+    _, batch, every, note = global_rows(control, args, kwargs, batch_dims)
 
-    def rehearse(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> VerifyReport:
-        _, batch, every, note = global_rows(control, args, kwargs, batch_dims)
+    def run() -> VerifyReport:
+        check_memory(model, plan.mesh.num_ranks)
+        report = replace(verify(model, plan, batch, batch_dims=every, precision=precision), note=note)
+        if not report.ok:
+            raise VerificationError(
+                f"the {plan.strategy} plan on mesh {plan.mesh} does not compute what one device does: {report} "
+                f"(accepted: {TOLERANCE:.0e}). Nothing was trained. autopar.verify(model, strategy, batch, "
+                'mesh=…) repeats the comparison; take another strategy, such as strategy="ddp", until it is equal'
+            )
+        return report
 
-        def run() -> VerifyReport:
-            check_memory(model, plan.mesh.num_ranks)
-            report = replace(verify(model, plan, batch, batch_dims=every, precision=precision), note=note)
-            if not report.ok:
-                raise VerificationError(
-                    f"the {plan.strategy} plan on mesh {plan.mesh} does not compute what one device does: {report} "
-                    f"(accepted: {TOLERANCE:.0e}). Nothing was trained. autopar.verify(model, strategy, batch, "
-                    'mesh=…) repeats the comparison; take another strategy, such as strategy="ddp", until it is equal'
-                )
-            return report
-
-        return control.on_first_rank("verifying", run)
-
-    return rehearse
+    return control.on_first_rank("verifying", run)
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

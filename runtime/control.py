@@ -72,6 +72,10 @@ class ControlGroup:
         if self.num_ranks > 1 and backend != "gloo":
             self._group = _new_gloo_group()
 
+    def __deepcopy__(self, memo: object) -> ControlGroup:
+        """A copied module talks to the same ranks."""
+        return self
+
     @cached_property
     def beside(self) -> ControlGroup:
         """The same ranks over connections of their own, for talk that goes on in a thread while these talk.

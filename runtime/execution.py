@@ -208,7 +208,7 @@ class BoundStep:
         """What a backward graph returned, by what it is the gradient of."""
         gradients = {}
         for kind, path in self.trained:
-            position = self._gradients.position(kind, path, self._parameters)
+            position = self._gradients.position(kind, path)
             local = None if position is None else results[position]
             if local is not None and position in self._gradients.clones:
                 local = local.clone(memory_format=torch.contiguous_format)

@@ -57,7 +57,8 @@ class ForwardRoles:
 class GradientRoles:
     """Positions in the backward graph's inputs and flat result."""
 
-    of_parameter: dict[int, int]
+    of_parameter: dict[str, int]
+    """By each of its names."""
     of_input: dict[str, int]
     tangent_sources: dict[int, tuple[int, int, Tensor]]
     """For each tangent's position among the backward inputs: which output it is of, what to divide it by, its shape."""
@@ -70,17 +71,19 @@ class GradientRoles:
         cls, backward: LocalGraph, forward: LocalGraph, parameters: Mapping[str, Tensor], num_ranks: int
     ) -> GradientRoles:
         """Read the roles off a backward graph and the forward graph that it belongs to."""
-        of_parameter: dict[int, int] = {}
+        of_parameter: dict[str, int] = {}
         of_input: dict[str, int] = {}
+        names: dict[int, list[str]] = {}
+        for name, parameter in parameters.items():
+            names.setdefault(id(parameter), []).append(name)
         nodes, clones, owned = _returned(backward), set(), set()
         trained = {s.path for s in forward.inputs if s.kind is InputKind.PARAM}
         for index, spec in enumerate(backward.outputs):
             if spec.kind is not OutputKind.GRADIENT or nodes[index] is None:
                 continue
             # A parameter and an input may share a name; the parameter's gradient comes first.
-            key = id(parameters[spec.path]) if spec.path in trained else None
-            if key is not None and key not in of_parameter:
-                of_parameter[key] = index
+            if spec.path in trained and spec.path not in of_parameter:
+                of_parameter |= dict.fromkeys(names[id(parameters[spec.path])], index)
             else:
                 of_input[spec.path] = index
             part = _part_of_buffer(nodes[index])
@@ -97,9 +100,9 @@ class GradientRoles:
         undifferentiable = [i for i in range(len(outputs)) if i not in differentiable]
         return cls(of_parameter, of_input, sources, undifferentiable, frozenset(clones))
 
-    def position(self, kind: InputKind, path: str, parameters: Mapping[str, Tensor]) -> int | None:
+    def position(self, kind: InputKind, path: str) -> int | None:
         """Position of a gradient in the backward graph's result, if it is computed."""
-        return self.of_parameter.get(id(parameters[path])) if kind is InputKind.PARAM else self.of_input[path]
+        return self.of_parameter.get(path) if kind is InputKind.PARAM else self.of_input[path]
 
     def tangent(self, index: int, tangents: Sequence[Tensor | None]) -> Tensor:
         """The value of the tangent at `index` of the backward inputs."""

@@ -144,6 +144,28 @@ def test_groups_schedulers_and_optimizers(gloo2: RankPool) -> None:
     gloo2.run(optimizers)
 
 
+def copies() -> None:
+    """A copy trains its own parameters with the programs that the original had, and compiles in modes of its own."""
+    torch.manual_seed(0)
+    model = TinyGpt(layers=1, dropout=0.3).double()
+    reference = copy.deepcopy(model)
+    rows = mine(*token_batch(4))
+    pm = autopar.parallelize(model, 2, strategy="zero3", example_inputs=rows)
+    pm.control_group.beside  # noqa: B018 (as a save in the background has made it)
+    copied = copy.deepcopy(pm)
+    copied(*rows)["loss"].backward()
+    assert all(p.grad is None for p in pm.parameters())
+    assert all(isinstance(p.grad, DTensor) for p in copied.parameters())
+    copied.eval()
+    close(copied(*rows)["loss"], reference.eval()(*token_batch(4))["loss"])
+    assert pm.training
+    pm(*rows)["loss"].backward()
+
+
+def test_a_copy_is_a_module_of_its_own(gloo2: RankPool) -> None:
+    gloo2.run(copies)
+
+
 class Adapter(nn.Module):
     """A frozen layer and a trained low-rank term beside it."""
 
