@@ -174,6 +174,7 @@ def run_on_nodes(*flags: str, num_nodes: int = 2, num_ranks: int = 2) -> list[st
     return [line for output, _ in ends for line in output.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_rank_killed_on_one_node_restarts_all_nodes(gloo4: RankPool, tmp_path: Path) -> None:
     """The launchers of both nodes end their ranks, meet again, and go on from the last checkpoint; no loss differs."""
     lines = run_on_nodes("--steps", "6", "--save-every", "2", "--kill-at", "3", "--out", str(tmp_path / "run"))
