@@ -58,16 +58,14 @@ def parallelize(
     """Shard a model over a mesh: trace, plan, rewrite, and turn its parameters into DTensors in place.
 
     Call it on every rank, under `torchrun`, and build the optimizer afterwards.  Each rank then calls the result with
-    its own
-    rows of the batch, as with DDP.
+    its own rows of the batch, as with DDP.
 
     Args:
         model: an unmodified module, whole on every rank.
         mesh: a `DeviceMesh` of all ranks, or its shape: `4`, `"2x4"`, `(2, 4)`.  The last axis is the fast one.
         mem_gb: memory budget in GiB on one device; never more than the device has.  None: all of it.
         strategy: `auto`, a named strategy (`replicate`, `ddp`, `zero1`, `zero2`, `zero3` = `fsdp`, `hsdp`, `tp`,
-        `tp+sp`,
-            `fsdp+tp`), or a `Plan`, such as one from `load_plan`.
+            `tp+sp`, `fsdp+tp`), or a `Plan`, such as one from `load_plan`.
         example_inputs: one rank's example batch: a tuple of positional arguments, a dict of keyword arguments, a pair
             `(args, kwargs)`, or a tensor.  Without it, planning waits for the first call.
         batch_dims: for inputs whose batch dim is not found by its size: path -> dim, or None for an input that is the
