@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -94,6 +95,7 @@ __all__ = [
     "device_of",
     "dtensor_like",
     "fake_process_group",
+    "forget_meshes",
     "fsdp_memory_peaks",
     "give_default_timeout",
     "grouped_mm",
@@ -483,6 +485,12 @@ def timeout_of_default_group() -> timedelta:
     group = dist.group.WORLD
     timeout: timedelta = group._get_backend(next(iter(group._device_types))).options._timeout  # type: ignore[union-attr]
     return timeout
+
+
+def forget_meshes() -> None:
+    """Empty what `DTensor` keeps of device meshes: after `destroy_process_group` it would take one whose groups are
+    gone for a new one that equals it."""
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def give_default_timeout(group: dist.ProcessGroup) -> None:

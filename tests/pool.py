@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from autopar._compat import forget_meshes
 
 _START_S = 300.0  # importing torch several times at once on a busy machine
 
@@ -112,7 +113,7 @@ def _serve(rank: int, num_ranks: int, port: int, connection: Connection) -> None
             job = connection.recv_bytes()
             if dist.is_initialized():
                 dist.destroy_process_group()  # only now, when every rank has answered and needs no other any more
-                _clear_sharding_prop_cache()  # it holds meshes, equal to those of the next job, of groups that are gone
+                forget_meshes()
             if not job:
                 return
             # Groups of its own for each job: every group has threads, which stay as long as the default group does.
