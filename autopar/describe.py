@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.factors import FactorAnalysis, analyse, source_of
+from autopar.factors import FactorAnalysis, analyse, ranked, source_of
 from autopar.graph import JointGraph
-from autopar.placement import Placement, Replicate, describe_placement, is_sharded, shard_dim
+from autopar.placement import Placement, Replicate, describe_placement, is_sharded, shard_dim, shard_split
 from autopar.plan import Plan
 from autopar.rules import tensor_inputs
 
@@ -19,7 +19,7 @@ def describe_params(joint: JointGraph, plan: Plan) -> dict[str, str]:
 
     Along an axis that cuts the parameter as it is *used*, the word says what is cut: `column` the output of its matrix
     product, `row` the contracted side, `vocab` the rows of a lookup table.  An axis that cuts it only for storage is
-    written `shard(dim)@axis`.
+    written `shard(dim)@axis`.  `column (2 of 3)` has 3 heads that 2 ranks cannot share evenly: the first has 2.
     """
     analysis = analyse(joint)
     batch_only = [all(ref.label == "batch" for ref in refs) for refs in plan.factors]
@@ -31,9 +31,20 @@ def describe_params(joint: JointGraph, plan: Plan) -> dict[str, str]:
                 continue
             name = plan.mesh.names[axis]
             word = describe_placement(placement) if batch_only[axis] else _role(analysis, node, placement)
-            words.append(f"{word}@{name}")
+            words.append(f"{word}{_dealt_out(analysis, node, placement, plan, axis)}@{name}")
         out[path] = ", ".join(words) or "replicate"
     return out
+
+
+def _dealt_out(analysis: FactorAnalysis, node: fx.Node, placement: Placement, plan: Plan, axis: int) -> str:
+    """How much of a factor that does not divide the first rank has, if the factor is one of several in its dim."""
+    parts = analysis.dim_factors(node, shard_dim(placement)) if is_sharded(placement) else []
+    n, split, wanted = plan.mesh.sizes[axis], 1, ranked(analysis, plan.factors[axis])
+    for factor in parts if len(parts) > 1 else ():
+        if factor in wanted and factor.size % n and split == shard_split(placement):
+            return f" ({-(-factor.size // n)} of {factor.size})"
+        split *= factor.size
+    return ""
 
 
 def _role(analysis: FactorAnalysis, node: fx.Node, placement: Placement) -> str:

@@ -16,7 +16,7 @@ from autopar.factors import analyse
 from autopar.graph import JointGraph
 from autopar.mesh import Mesh
 from autopar.passes.pipeline import parameter_uses
-from autopar.placement import Replicate, Sharding, is_sharded, replicated
+from autopar.placement import Replicate, Sharding, at_rest, is_sharded, replicated
 from autopar.plan import FactorRef, Plan, Storage
 from autopar.planner import named_on
 from autopar.strategies import batch_refs, cut_at_rest_along, expert_refs, sequence_refs
@@ -117,7 +117,7 @@ def storages(joint: JointGraph, layout: Layout) -> dict[str, dict[str, Storage]]
     axes, found = layout.storage_axes, {}
     for path, node in params.items():
         used: Sharding = uses.get(path, replicated(layout.mesh))
-        base = tuple(p if is_sharded(p) else Replicate() for p in used)
+        base = tuple(p if is_sharded(p) else Replicate() for p in at_rest(used))
         rest = cut_at_rest_along(node, base, axes[:1], layout.mesh)
         spread = cut_at_rest_along(node, rest, axes[1:], layout.mesh)
         cut = Storage(rest)

@@ -4,6 +4,9 @@ A *placement* says how one tensor lies along one mesh axis, with PyTorch's own t
 `Partial(op)`.  A *sharding* is one placement per mesh axis.  A dim that fuses several factors, such as a fused QKV
 weight (3 · heads · head_dim), may be cut along an inner one: `shard(dim, split=3)` reads the dim as (3, n, rest)
 and cuts the middle.  PyTorch's name for it is `_StridedShard(dim, split_factor=3)`.
+
+Where the factor does not divide (3 heads of 64 on 2 ranks), its positions are dealt out whole: `shard(dim, grain=64)`
+cuts 192 as 128 | 64.  PyTorch has no such placement, so it occurs inside a program only, not in what rests.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from autopar.mesh import Mesh
 Sharding = tuple[Placement, ...]
 
 __all__ = [
-    "DimCut", "Partial", "Placement", "Replicate", "Shard", "Sharding", "StridedShard", "cuts", "describe_placement",
-    "describe_sharding", "is_sharded", "is_uneven", "local_shape", "meta_value", "parse_placement", "replicated",
-    "shard", "shard_dim", "shard_split",
+    "DimCut", "GrainShard", "Partial", "Placement", "Replicate", "Shard", "Sharding", "StridedShard", "at_rest",
+    "cut_along", "cuts", "describe_placement", "describe_sharding", "is_sharded", "is_uneven", "local_shape",
+    "meta_value", "parse_placement", "replicated", "shard", "shard_dim", "shard_grain", "shard_split",
 ]  # fmt: skip
 
 
@@ -33,26 +36,56 @@ _MAX_DIMS = 64
 """PyTorch's tensors have no more."""
 
 
+@dataclass(frozen=True)
+class GrainShard(Placement):
+    """Cut `dim`, read as (split, n, grain), along n, which the ranks need not divide: each gets ceil(n / ranks)
+    positions of `grain` consecutive entries, the last ones fewer or none."""
+
+    dim: int
+    split: int
+    grain: int
+
+    def __reduce__(self) -> tuple[type[GrainShard], tuple[int, int, int]]:
+        return GrainShard, (self.dim, self.split, self.grain)
+
+
 @lru_cache(maxsize=1024)
-def shard(dim: int, split: int = 1) -> Placement:
-    """Cut `dim`, read as (split, n, rest), along its middle part; `split=1` is a plain contiguous shard."""
+def shard(dim: int, split: int = 1, grain: int = 1) -> Placement:
+    """Cut `dim`, read as (split, n, rest), along its middle part; `split=1` is a plain contiguous shard.
+
+    A `grain` above 1 says that n does not divide and what the size of the rest is, which must stay together.
+    """
+    if grain > 1:
+        return GrainShard(dim, split, grain)
     return Shard(dim) if split == 1 else StridedShard(dim, split_factor=split)
 
 
 def is_sharded(placement: Placement) -> bool:
     """Whether the placement cuts a dim."""
-    return isinstance(placement, (Shard, StridedShard))
+    return isinstance(placement, (Shard, StridedShard, GrainShard))
 
 
 def shard_dim(placement: Placement) -> int:
     """The dim that a sharded placement cuts."""
-    assert isinstance(placement, (Shard, StridedShard))
+    assert isinstance(placement, (Shard, StridedShard, GrainShard))
     return int(placement.dim)
 
 
 def shard_split(placement: Placement) -> int:
     """The product of the factors that lie outside the cut one in the same dim; 1 for a plain shard."""
+    if isinstance(placement, GrainShard):
+        return placement.split
     return int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+
+
+def shard_grain(placement: Placement) -> int:
+    """How many consecutive entries of the dim stay together; 1 unless the cut factor does not divide."""
+    return placement.grain if isinstance(placement, GrainShard) else 1
+
+
+def at_rest(sharding: Sharding) -> Sharding:
+    """The nearest sharding that PyTorch's `DTensor` has a name for: with the same dims cut, but not by grains."""
+    return tuple(shard(p.dim, p.split) if isinstance(p, GrainShard) else p for p in sharding)
 
 
 def replicated(mesh: Mesh) -> Sharding:
@@ -62,11 +95,13 @@ def replicated(mesh: Mesh) -> Sharding:
 
 @dataclass(frozen=True)
 class DimCut:
-    """One step of cutting: along mesh axis number `axis`, read tensor dim `dim` as (split, rest) and chunk the rest."""
+    """One step of cutting: along mesh axis number `axis`, read tensor dim `dim` as (split, n, grain) and chunk the n
+    positions in the middle as `torch.chunk` does."""
 
     axis: int
     dim: int
     split: int
+    grain: int = 1
 
 
 @lru_cache(maxsize=4096)
@@ -80,20 +115,31 @@ def cuts(sharding: Sharding, mesh: Mesh) -> tuple[DimCut, ...]:
 
     Raises:
         PlanError: if two axes cut the same dim in a way that has no order: the split of the inner one is not a
-            multiple of the number of parts that the outer ones make.
+            multiple of the number of parts that the outer ones make, or the outer one does not divide.
     """
     wanted = [(shard_dim(p), shard_split(p), axis) for axis, p in enumerate(sharding) if is_sharded(p)]
-    out = []
+    out: list[DimCut] = []
     for dim, split, axis in sorted(wanted):
         outer = math.prod(mesh.sizes[a] for d, s, a in wanted if d == dim and s < split)
+        if out and out[-1].dim == dim and out[-1].grain > 1:
+            raise PlanError(
+                f"sharding {describe_sharding(sharding, mesh)} on mesh {mesh}: axis {mesh.names[out[-1].axis]!r} makes "
+                f"parts of different sizes of dim {dim}, which axis {mesh.names[axis]!r} cannot cut again; cut another "
+                "dim"
+            )
         if split % outer:
             raise PlanError(
                 f"sharding {describe_sharding(sharding, mesh)} on mesh {mesh}: the split {split} of axis "
                 f"{mesh.names[axis]!r} on dim {dim} must be a multiple of {outer}, the number of parts that the axes "
                 "with a smaller split make of that dim; cut another dim or another factor"
             )
-        out.append(DimCut(axis, dim, split // outer))
+        out.append(DimCut(axis, dim, split // outer, shard_grain(sharding[axis])))
     return tuple(out)
+
+
+def cut_along(axis: int, sharding: Sharding, mesh: Mesh) -> DimCut:
+    """The cut that a sharding makes along one axis, which must cut a dim."""
+    return next(cut for cut in cuts(sharding, mesh) if cut.axis == axis)
 
 
 @lru_cache(maxsize=4096)
@@ -117,33 +163,35 @@ def local_shape(
     """
     local = list(shape)
     for cut in cuts(sharding, mesh):
-        inner, rest = divmod(local[cut.dim], cut.split)
+        inner, rest = divmod(local[cut.dim], cut.split * cut.grain)
         if rest:
+            whole = f"split {cut.split}" + (f" times the grain {cut.grain}" if cut.grain > 1 else "")
             raise PlanError(
                 f"dim {cut.dim} of {list(shape)} cannot be cut as {describe_sharding(sharding, mesh)} on mesh {mesh}: "
-                f"its {local[cut.dim]} positions are no multiple of the split {cut.split}; cut another factor"
+                f"its {local[cut.dim]} positions are no multiple of the {whole}; cut another factor"
             )
         chunk = -(-inner // mesh.sizes[cut.axis])
         position = coordinate[cut.axis] if coordinate is not None else 0
-        local[cut.dim] = cut.split * max(0, min(chunk, inner - position * chunk))
+        local[cut.dim] = cut.split * max(0, min(chunk, inner - position * chunk)) * cut.grain
     return tuple(local)
 
 
 def is_uneven(sharding: Sharding, axis: int, shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Whether an axis cuts a dim that it does not divide."""
-    placement = sharding[axis]
-    if not is_sharded(placement):
+    if not is_sharded(sharding[axis]):
         return False
     rest = (*sharding[:axis], Replicate(), *sharding[axis + 1 :])
-    return bool(local_shape(shape, rest, mesh)[shard_dim(placement)] % mesh.sizes[axis])
+    made = cut_along(axis, sharding, mesh)
+    return bool(local_shape(shape, rest, mesh)[made.dim] // (made.split * made.grain) % mesh.sizes[axis])
 
 
 def describe_placement(placement: Placement) -> str:
-    """A placement in words that `parse_placement` reads back: `replicate`, `shard(0)`, `shard(0, split=3)`,
-    `partial(sum)`."""
+    """A placement in words: `replicate`, `shard(0)`, `shard(0, split=3)`, `partial(sum)`, which `parse_placement` reads
+    back, and inside programs `shard(0, split=3, grain=64)`."""
     if is_sharded(placement):
-        split = shard_split(placement)
-        return f"shard({shard_dim(placement)})" if split == 1 else f"shard({shard_dim(placement)}, split={split})"
+        named = {"split": shard_split(placement), "grain": shard_grain(placement)}
+        words = [f"{name}={value}" for name, value in named.items() if value > 1]
+        return f"shard({', '.join([str(shard_dim(placement)), *words])})"
     return f"partial({placement.reduce_op})" if isinstance(placement, Partial) else "replicate"
 
 
@@ -158,7 +206,7 @@ def describe_sharding(sharding: Sharding, mesh: Mesh) -> str:
 
 
 def parse_placement(text: str) -> Placement:
-    """Inverse of `describe_placement`.
+    """Inverse of `describe_placement`, for what may rest.
 
     Raises:
         ValueError: if the text is not a placement.

@@ -39,10 +39,10 @@ def named_on(name: str, joint: JointGraph, mesh: Mesh) -> Plan:
 
 
 def bytes_for_division(joint: JointGraph, plan: Plan) -> float:
-    """Bytes that one rank sends in a step, by the ring formulas, for the whole step's FLOPs that the last axis divides;
-    infinite where it divides none."""
+    """Bytes that one rank sends in a step, by the ring formulas, times the share of the step's FLOPs that is left to
+    it, for the share that the last axis takes from it; infinite where it takes none."""
     graph, mesh = lowered(joint, plan), plan.mesh
     moved = math.fsum(wire_bytes(c.kind, mesh.size(c.axis), c.num_bytes) for c in collectives_of(graph))
     whole, local = count_flops(joint.module.graph), count_flops(graph)
-    divided = 1 - local * math.prod(mesh.sizes[:-1]) / whole if whole else 0.0
-    return moved / divided if divided > 0 else math.inf
+    left = local * math.prod(mesh.sizes[:-1]) / whole if whole else 1.0
+    return moved * left / (1 - left) if left < 1 else math.inf

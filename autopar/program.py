@@ -95,8 +95,8 @@ class Collective:
     Attributes:
         kind: `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`.
         axis: name of the mesh axis that it runs along.
-        num_bytes: size of the *whole* tensor on one rank: the input of an all-reduce, a reduce-scatter or an
-            all-to-all, the output of an all-gather.
+        num_bytes: size of the *whole* tensor on one rank: the input of an all-reduce or a reduce-scatter, the output of
+            an all-gather, the larger of both of an all-to-all.
         module: path of the module that owns it.
         backward: whether it runs in the backward pass.
         node: name of the node.

@@ -68,11 +68,20 @@ class OpRule:
     groups: Mapping[str, int] = field(default_factory=dict)
     even: frozenset[str] = frozenset()
 
-    def may_be_uneven(self, factor: str, size: int) -> bool:
-        """Whether a part of `size` of `factor` may be cut where it does not divide: it is all of it, and not fused with
-        others in any dim."""
-        alone = all(group == (factor,) for dims in (*self.inputs, *self.outputs) for group in dims if factor in group)
-        return alone and size == self.sizes[factor] and factor not in self.even and factor not in self.groups
+    def may_be_uneven(self, factor: str, split: int, grain: int) -> bool:
+        """Whether `factor`, read as (split, n, grain), may be cut along n where the ranks do not divide n.
+
+        A lookup's positions are counted from one end, so there n must be all of a dim.
+        """
+        if factor in self.even or factor in self.groups:
+            return False
+        groups = [group for dims in (*self.inputs, *self.outputs) for group in dims if factor in group]
+        return factor not in self.lookup or (split == grain == 1 and all(group == (factor,) for group in groups))
+
+    def inside(self, factor: str, dims: Dims) -> int:
+        """The product of the factors inside `factor` in the dim of a tensor that has it; 1 if none has."""
+        group = next((group for group in dims if factor in group), (factor,))
+        return math.prod(self.sizes[f] for f in group[group.index(factor) + 1 :])
 
     def is_range(self, factor: str) -> bool:
         """Whether a rank must hold consecutive positions of `factor`, as integers count them."""

@@ -32,7 +32,17 @@ from autopar.factors import Factor, FactorAnalysis, source_of
 from autopar.graph import JointGraph
 from autopar.mesh import Mesh
 from autopar.passes.decompose import freed
-from autopar.placement import Placement, Replicate, Sharding, is_sharded, replicated, shard, shard_dim, shard_split
+from autopar.placement import (
+    Placement,
+    Replicate,
+    Sharding,
+    at_rest,
+    is_sharded,
+    replicated,
+    shard,
+    shard_dim,
+    shard_split,
+)
 from autopar.plan import EXPERTS, FactorRef, Plan, Storage
 from autopar.rules import OpRule, is_look_or_cast
 
@@ -134,7 +144,7 @@ def _stored(params: dict[str, fx.Node], sharding: Sharding) -> dict[str, Storage
 
 def _tensor_storage(node: fx.Node, use: Sharding | None, mesh: Mesh, strategy: str) -> Storage:
     """As the parameter is used along the tensor axis; cut along the data axis too for FSDP."""
-    inner: Placement = use[-1] if use is not None and is_sharded(use[-1]) else Replicate()
+    inner: Placement = at_rest(use)[-1] if use is not None and is_sharded(use[-1]) else Replicate()
     sharding = (*replicated(mesh)[:-1], inner)
     if strategy != "fsdp+tp":
         return Storage(sharding)
@@ -282,17 +292,18 @@ Group = list[tuple[FactorRef, Factor, fx.Node]]
 
 
 def _factor_groups(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) -> dict[str, Group]:
-    """Divisible factors of parameters of two dims or more, grouped by where they occur with layer numbers left out."""
+    """Factors that ranks can share out of parameters of two dims or more, grouped by where they occur with layer
+    numbers left out."""
     blocked = _factors_kept_whole(analysis)
     matmul_params = _multiplied_params(joint, analysis)
     occurrences: dict[int, Group] = {}
     for path, node in joint.param_nodes().items():
         if node.meta["val"].dim() < 2:
             continue
+        if node not in matmul_params and not _table_worth_cutting(joint, node):
+            continue
         for dim in range(node.meta["val"].dim()):
-            choice = _best_part(analysis.dim_factors(node, dim), num_ranks, blocked)
-            if choice is not None and (node in matmul_params or _table_worth_cutting(joint, node)):
-                part, factor = choice
+            for part, factor in _best_parts(analysis.dim_factors(node, dim), num_ranks, blocked):
                 label = _label(analysis, node, dim)
                 occurrences.setdefault(id(factor), []).append((FactorRef(path, dim, part, label), factor, node))
     groups: dict[str, Group] = {}
@@ -302,20 +313,30 @@ def _factor_groups(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) 
     return groups
 
 
-def _best_part(parts: list[Factor], num_ranks: int, blocked: set[int]) -> tuple[int, Factor] | None:
-    """Of the factors that one dim fuses, the outermost that divides and that no op needs whole; or the dim, if it is
-    one factor and cutting it wastes little."""
-    for part, factor in enumerate(parts):
-        if factor.size % num_ranks == 0 and id(factor) not in blocked:
-            return part, factor
-    if len(parts) == 1 and id(parts[0]) not in blocked and -parts[0].size % num_ranks <= _MAX_PADDING * parts[0].size:
-        return 0, parts[0]
-    return None
+def _best_parts(parts: list[Factor], num_ranks: int, blocked: set[int]) -> list[tuple[int, Factor]]:
+    """Of the factors that one dim fuses, the outermost that divides, and one further out that does not (heads around
+    their dims), if no op needs it whole and cutting it wastes little."""
+    free = [(part, factor) for part, factor in enumerate(parts) if id(factor) not in blocked]
+    even = next(((part, factor) for part, factor in free if factor.size % num_ranks == 0), None)
+    most = _MAX_PADDING if len(parts) == 1 else _MAX_FUSED_PADDING
+    uneven = next(
+        (
+            (part, factor)
+            for part, factor in free[: free.index(even) if even else None]
+            if -factor.size % num_ranks <= most * factor.size
+        ),
+        None,
+    )
+    return [choice for choice in (even, uneven) if choice is not None]
 
 
 _MAX_PADDING = 1 / 8
 """The largest share of a dim that padding may add where its size does not divide: an odd vocabulary adds next to none,
 a classifier of ten classes on four ranks would add a fifth."""
+
+_MAX_FUSED_PADDING = 1
+"""The same for a factor among several, such as the heads: nothing else may be left to cut in attention, and whole it is
+computed on every rank.  3 heads on 2 ranks are padded by a third, 12 on 8 too, 4 on 8 doubled."""
 
 
 def _factors_kept_whole(analysis: FactorAnalysis) -> set[int]:

@@ -63,7 +63,8 @@ OPTIMIZERS = {
 class LoneRank(AllocationTracker):
     """Counts allocations, and answers collectives of a group in which nobody else is.
 
-    The results have the right shape, and values that ranks with the same tensors would get but for the factor of a sum.
+    The results have the right shape, and values that ranks with the same tensors would get but for the factor of a sum,
+    and zeros where this rank receives another number of rows than it sends.
     As with gloo, all but an all-reduce, which works on a copy, hold on to their input until they are waited for, and a
     reduce-scatter sums a copy of it.
     """
@@ -80,7 +81,9 @@ class LoneRank(AllocationTracker):
         if kind is None:
             return func(*args, **kwargs)
         operand: Tensor = args[0]
-        if kind in ("all_reduce", "all_to_all"):
+        if kind == "all_to_all" and sum(args[1]) != operand.shape[0]:
+            result = operand.new_zeros((sum(args[1]), *operand.shape[1:]))
+        elif kind in ("all_reduce", "all_to_all"):
             result = operand.clone()
         elif kind == "all_gather":
             result = torch.cat([operand] * args[1])

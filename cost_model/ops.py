@@ -53,7 +53,8 @@ def _place_of(node: fx.Node, operand: fx.Node | None) -> int | None:
 def _aliased_input(node: fx.Node, layouts: Layouts | None) -> fx.Node | None:
     name = op_name(node)
     if name in _SHARING_OPS or node.target in _SHARING_FUNCTIONS:
-        return _as_node(node.args[0])
+        # What is taken from each part of a dim does not lie together.
+        return None if node.target is take_chunk and node.args[4:5] > (1,) else _as_node(node.args[0])
     if node.target is pad_dim:
         base = _as_node(node.args[0])
         return base if base is not None and _shape(base) == _shape(node) else None

@@ -184,8 +184,12 @@ def _is_cut(node: fx.Node, analysis: FactorAnalysis, wanted: Sequence[Mapping[Fa
         padded = may_be_padded(analysis, refs)
         parts = (
             (f, name)
-            for name, _, f in analysis.parts(node)
-            if f in places and (f.size % size == 0 or (f in padded and rule.may_be_uneven(name, f.size)))
+            for name, split, f in analysis.parts(node)
+            if f in places
+            and (
+                f.size % size == 0
+                or (f in padded and rule.may_be_uneven(name, split, rule.sizes[name] // (split * f.size)))
+            )
         )
         found = [(places[f], name in free) for f, name in parts if name in free or name not in rule.whole]
         if found and min(found, key=lambda pair: pair[0])[1]:

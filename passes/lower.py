@@ -1,47 +1,36 @@
 """Lower reshards to collectives and local slices.
 
-Preserves numerics up to the order in which a collective sums.  A reshard is lowered one mesh axis at a time, by the
-first of these that is possible:
-
-1. replicate -> shard: slice locally, which is free and makes everything after it smaller;
-2. partial -> shard: reduce-scatter;
-3. partial -> replicate: all-reduce;
-4. shard -> another dim: all-to-all, or a gather and a slice where a dim does not divide;
-5. shard -> replicate: all-gather.
-
-Of several axes the innermost, whose link is the fastest, takes first what makes a value smaller and last what makes it
-larger.  A dim cut by several axes with the same split nests them in mesh order, so the innermost must be gathered first
-and cut last; where that forbids every step, the innermost axis in the way is gathered and cut again later.
+Preserves numerics up to the order in which a collective sums.  Which moves a reshard takes, `moves.py` says.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.graph import add_call
-from autopar.local_ops import drop_padding, pad_dim, take_chunk
+from autopar.local_ops import chunk_range, drop_padding, overlaps, pad_dim, take_chunk
 from autopar.mesh import Mesh
-from autopar.passes.localise_padding import drop_padding_of_outputs
+from autopar.passes.localise_padding import drop_padding_of_outputs, valid_part, without_ones
+from autopar.passes.moves import Step, is_same_cut, route
 from autopar.passes.reshard import is_reshard
 from autopar.placement import (
+    DimCut,
     Partial,
     Placement,
     Replicate,
     Sharding,
-    cuts,
+    cut_along,
     is_sharded,
     is_uneven,
+    local_shape,
     meta_value,
-    shard_dim,
-    shard_split,
+    replicated,
+    shard,
 )
 
 aten = torch.ops.aten
@@ -65,69 +54,6 @@ def lower_reshards(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
     return module
 
 
-Step = tuple[int, Placement, Placement]
-"""One move: mesh axis, placement before, placement after."""
-
-
-@functools.lru_cache(maxsize=4096)
-def route(source: Sharding, target: Sharding, shape: tuple[int, ...], mesh: Mesh) -> tuple[Step, ...]:
-    """The moves that take `source` to `target`, with uneven cuts gathered first and made last, unless they stay: in
-    between, every rank's part has the same size."""
-    axes = range(mesh.num_axes)
-    moves = [source[a] != target[a] for a in axes]
-    gathered = tuple(Replicate() if moves[a] and is_uneven(source, a, shape, mesh) else source[a] for a in axes)
-    waiting = tuple(p if isinstance(p, Partial) else Replicate() for p in gathered)
-    last = tuple(waiting[a] if moves[a] and is_uneven(target, a, shape, mesh) else target[a] for a in axes)
-    stops = [source, gathered, last, target]
-    return tuple(step for before, after in itertools.pairwise(stops) for step in steps(before, after, mesh))
-
-
-def steps(source: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Step]:
-    """The moves that take `source` to `target`, one mesh axis at a time."""
-    state = list(source)
-
-    def free(axis: int, placement: Placement) -> bool:
-        """Whether no inner axis nests inside this cut of the dim."""
-        return not any(state[inner] == placement for inner in range(axis + 1, mesh.num_axes))
-
-    def next_inside(axis: int, placement: Placement) -> bool:
-        """Whether the outer axes that make the same cut are those that are to make it in the end."""
-        return all((state[outer] == placement) == (target[outer] == placement) for outer in range(axis))
-
-    def legal(axis: int) -> bool:
-        now, then = state[axis], target[axis]
-        if is_sharded(now) and not free(axis, now):
-            return False
-        after = (*state[:axis], then, *state[axis + 1 :])
-        return not is_sharded(then) or (free(axis, then) and next_inside(axis, then) and _in_order(after, mesh))
-
-    outward = range(mesh.num_axes)[::-1]
-    orders: tuple[tuple[Callable[[Placement, Placement], bool], range], ...] = (
-        (lambda now, then: isinstance(now, Replicate) and is_sharded(then), outward),
-        (lambda now, then: isinstance(now, Partial) and is_sharded(then), outward),
-        (lambda now, then: isinstance(now, Partial) and isinstance(then, Replicate), outward),
-        (lambda now, then: is_sharded(now) and is_sharded(then) and shard_dim(now) != shard_dim(then), outward),
-        (lambda now, then: is_sharded(now) and isinstance(then, Replicate), outward[::-1]),
-    )
-    while tuple(state) != target:
-        moves = ((a, target[a]) for kind, axes in orders for a in axes if kind(state[a], target[a]) and legal(a))
-        move = next(moves, None)
-        if move is None:
-            blocked = {p for a in outward if state[a] != target[a] for p in (state[a], target[a]) if is_sharded(p)}
-            inner = max(a for a in range(mesh.num_axes) if state[a] in blocked)
-            move = (inner, Replicate())
-        axis, then = move
-        assert not isinstance(then, Partial), f"cannot make {state[axis]} partial"
-        yield axis, state[axis], then
-        state[axis] = then
-
-
-def _in_order(state: Sharding, mesh: Mesh) -> bool:
-    """Whether the cuts of each dim nest: a split counts whole parts that the axes with a smaller split make."""
-    made = [(shard_dim(p), shard_split(p), n) for p, n in zip(state, mesh.sizes, strict=True) if is_sharded(p)]
-    return all(split % math.prod(n for d, s, n in made if d == dim and s < split) == 0 for dim, split, _ in made)
-
-
 class _Lowering:
     """Carries one reshard's value through its steps."""
 
@@ -137,10 +63,12 @@ class _Lowering:
         self.state: list[Placement] = list(node.meta["source"])
         self.global_shape: tuple[int, ...] = node.meta["global_shape"]
         self.dtype = node.meta["val"].dtype
-        self.padded: dict[int, int] = {}
-        """Mesh axis -> the dim that it cut here, with padding until all is done."""
-        self.short: dict[int, int] = {}
-        """Mesh axis -> the dim that it has just cut, of which the last ranks have less or nothing."""
+        self.padded: dict[int, Placement] = {}
+        """Mesh axis -> the cut that it made here, with padding until all is done."""
+        self.short: dict[int, Placement] = {}
+        """Mesh axis -> the cut that it has just made, of which the last ranks have less or nothing."""
+        self._lies: tuple[tuple[int, ...], Sharding] | None = None
+        """Shape and sharding of what is being made, where they are not the reshard's and parts differ in size."""
 
     def apply(self, step: Step) -> None:
         axis, now, then = step
@@ -155,6 +83,8 @@ class _Lowering:
             self._reduce_scatter(axis, now, then)
         elif isinstance(now, Partial):
             self._collective(c10d.all_reduce.default, (now.reduce_op,), axis, self.shape, self.shape)
+        elif is_sharded(then) and is_same_cut(now, then):
+            self._regrain(axis, now, then)
         elif is_sharded(then) and (self._uneven(axis, now) or self._uneven(axis, then)):
             self._all_gather(axis, now)
             self.state[axis] = Replicate()
@@ -169,18 +99,21 @@ class _Lowering:
 
     def pad_uneven(self) -> None:
         """Bring uneven parts to one size, so that every rank's part has the shape that the graph says."""
-        self._pad({axis: shard_dim(now) for axis, now in enumerate(self.state) if self._uneven(axis, now)})
+        self._pad({axis: now for axis, now in enumerate(self.state) if self._uneven(axis, now)})
 
-    def _pad(self, dims: dict[int, int]) -> None:
-        for dim in dims.values():
-            self._emit(pad_dim, (self.value, dim, self.shape[dim]), self.shape)
+    def _pad(self, made: dict[int, Placement]) -> None:
+        for axis, placement in made.items():
+            cut = self._cut(axis, placement)
+            args = (self.value, cut.dim, self.shape[cut.dim], *without_ones(cut.split))
+            self._emit(pad_dim, args, self.shape)
             self.value.meta["sharding"] = tuple(self.state)
 
     def drop_padding(self) -> None:
         """Give the parts that were cut here their true sizes."""
-        for axis, dim in self.padded.items():
-            n, rank = self.mesh.sizes[axis], self.ranks[self.mesh.names[axis]]
-            self._emit(drop_padding, (self.value, dim, self.global_shape[dim], n, rank), self.shape)
+        for axis in self.padded:
+            rank = self.ranks[self.mesh.names[axis]]
+            args = valid_part(tuple(self.state), axis, self.global_shape, self.mesh, rank)
+            self._emit(drop_padding, (self.value, *args), self.shape)
             self.value.meta["sharding"] = tuple(self.state)
 
     # -- bookkeeping
@@ -194,11 +127,15 @@ class _Lowering:
             "val": meta_value(shape, self.dtype),
             "module": self.node.meta["module"],
             "backward": self.node.meta["backward"],
-            "sharding": None,
-            "global_shape": self.global_shape,
+            "sharding": self._lies[1] if self._lies else None,
+            "global_shape": self._lies[0] if self._lies else self.global_shape,
             "layout": True,
         }
         self.value = add_call(self.graph, op, args, kwargs, meta)
+
+    def _lie(self, shape: tuple[int, ...], axis: int, dim: int, grain: int) -> None:
+        """Say of the values that follow how `axis` cuts them, whatever the other axes do."""
+        self._lies = shape, (*replicated(self.mesh)[:axis], shard(dim, grain=grain), *replicated(self.mesh)[axis + 1 :])
 
     def _reshape(self, *shape: int) -> None:
         if self.shape != shape:
@@ -213,16 +150,19 @@ class _Lowering:
     ) -> None:
         if op is not c10d.all_reduce.default:  # which copies its input; the others insist on a dense one
             self._emit(aten.contiguous.default, (self.value,), before)
+        self._start(op, args, axis, before, after)
+
+    def _start(
+        self, op: Any, args: tuple[Any, ...], axis: int, before: tuple[int, ...], after: tuple[int, ...]
+    ) -> None:
         self._emit(op, (self.value, *args, self.mesh.names[axis]), after)
         self.value.meta["bytes"] = max(math.prod(before), math.prod(after)) * self.dtype.itemsize
         self.value.meta["layout"] = False
         self._emit(c10d.wait_tensor.default, (self.value,), after)
 
-    def _split(self, axis: int, placement: Placement) -> tuple[int, int]:
-        """Dim and local split of a cut along `axis`, beside those that the value has along the others."""
-        sharding = (*self.state[:axis], placement, *self.state[axis + 1 :])
-        (made,) = (cut for cut in cuts(sharding, self.mesh) if cut.axis == axis)
-        return made.dim, made.split
+    def _cut(self, axis: int, placement: Placement) -> DimCut:
+        """A cut along `axis`, beside those that the value has along the others."""
+        return cut_along(axis, (*self.state[:axis], placement, *self.state[axis + 1 :]), self.mesh)
 
     def _uneven(self, axis: int, placement: Placement) -> bool:
         sharding = (*self.state[:axis], placement, *self.state[axis + 1 :])
@@ -231,12 +171,12 @@ class _Lowering:
     # -- moves
 
     def _slice(self, axis: int, then: Placement) -> None:
-        dim, split = self._split(axis, then)
-        n, rank, shape = self.mesh.sizes[axis], self.ranks[self.mesh.names[axis]], self.shape
-        local = (*shape[:dim], -(-shape[dim] // n), *shape[dim + 1 :])
+        cut, n, shape = self._cut(axis, then), self.mesh.sizes[axis], self.shape
+        dim, split, rank = cut.dim, cut.split, self.ranks[self.mesh.names[axis]]
+        local = (*shape[:dim], self._padded_size(cut, n) // n, *shape[dim + 1 :])
         if self._uneven(axis, then):
-            self._emit(take_chunk, (self.value, dim, n, rank), local)
-            self.short[axis] = dim
+            self._emit(take_chunk, (self.value, dim, n, rank, *without_ones(split, cut.grain)), local)
+            self.short[axis] = then
         elif split == 1:
             start = self._number(operator.mul, rank, local[dim])
             self._emit(
@@ -248,24 +188,28 @@ class _Lowering:
             self._emit(aten.select.int, (self.value, dim + 1, rank), (*shape[:dim], split, inner, *shape[dim + 1 :]))
             self._reshape(*local)
 
-    def _number(self, op: Any, left: Any, right: Any) -> fx.Node:
+    def _padded_size(self, cut: DimCut, n: int) -> int:
+        """The size of a dim so padded that n ranks get equal parts of it."""
+        unit = cut.split * cut.grain
+        return -(-self.shape[cut.dim] // (unit * n)) * unit * n
+
+    def _number(self, op: Any, *args: Any, value: Any = 0) -> fx.Node:
         meta = {
-            "val": 0,
+            "val": value,
             "module": self.node.meta["module"],
             "backward": self.node.meta["backward"],
             "sharding": None,
             "global_shape": None,
         }
-        return add_call(self.graph, op, (left, right), {}, meta)
+        return add_call(self.graph, op, args, {}, meta)
 
     def _reduce_scatter(self, axis: int, now: Partial, then: Placement) -> None:
-        dim, split = self._split(axis, then)
-        n, shape = self.mesh.sizes[axis], self.shape
+        cut, n, shape = self._cut(axis, then), self.mesh.sizes[axis], self.shape
+        dim, split = cut.dim, cut.split
         uneven = self._uneven(axis, then)
         if uneven:
-            padded = (*shape[:dim], -(-shape[dim] // n) * n, *shape[dim + 1 :])
-            self._emit(pad_dim, (self.value, dim, padded[dim]), padded)
-            shape = padded
+            padded = (*shape[:dim], self._padded_size(cut, n), *shape[dim + 1 :])
+            self._emit(pad_dim, (self.value, dim, padded[dim], *without_ones(split)), padded)
         local = self._to_front(dim, split, n)
         front = self.shape
         self._collective(
@@ -273,7 +217,7 @@ class _Lowering:
         )
         self._reshape(*local)
         if uneven:
-            self.padded[axis] = dim
+            self.padded[axis] = then
 
     def _to_front(self, dim: int, split: int, n: int) -> tuple[int, ...]:
         """Bring the n parts of a cut to the front of dim 0; returns the shape of one part in its proper layout."""
@@ -301,24 +245,67 @@ class _Lowering:
         self._reshape(*part[:dim], part[dim] * n, *part[dim + 1 :])
 
     def _all_gather(self, axis: int, now: Placement) -> None:
-        dim, split = self._split(axis, now)
-        n, part = self.mesh.sizes[axis], self.shape
-        uneven = self._uneven(axis, now)
+        cut, n, part = self._cut(axis, now), self.mesh.sizes[axis], self.shape
+        dim, split = cut.dim, cut.split
         if not part:
             raise AssertionError("a scalar has no dim to gather")
         self._collective(c10d.all_gather_into_tensor.default, (n,), axis, part, (n * part[0], *part[1:]))
         self._from_front(dim, split, n, part)
-        if uneven:
-            whole = (*part[:dim], self.global_shape[dim], *part[dim + 1 :])
-            self._emit(aten.slice.Tensor, (self.value, dim, 0, whole[dim]), whole)
+        if self._uneven(axis, now):
+            self._cut_off(dim, split, axis)
+
+    def _cut_off(self, dim: int, split: int, axis: int) -> None:
+        """Of a dim that was gathered with padding, or of each of the parts that it consists of, what is there."""
+        shape = self.shape
+        state = (*self.state[:axis], Replicate(), *self.state[axis + 1 :])
+        size = local_shape(self.global_shape, state, self.mesh)[dim]
+        if split > 1:
+            self._reshape(*shape[:dim], split, shape[dim] // split, *shape[dim + 1 :])
+        at, parts = (dim + 1, self.shape) if split > 1 else (dim, shape)
+        kept = (*parts[:at], size // split, *parts[at + 1 :])
+        self._emit(aten.slice.Tensor, (self.value, at, 0, kept[at]), kept)
+        self._reshape(*shape[:dim], size, *shape[dim + 1 :])
 
     def _all_to_all(self, axis: int, now: Placement, then: Placement) -> None:
         n = self.mesh.sizes[axis]
-        dim, split = self._split(axis, then)
-        part = self._to_front(dim, split, n)
+        cut = self._cut(axis, then)
+        part = self._to_front(cut.dim, cut.split, n)
         front = self.shape
         counts = [front[0] // n] * n
         self._collective(c10d.all_to_all_single.default, (counts, counts), axis, front, front)
         self.state[axis] = Replicate()
-        dim, split = self._split(axis, now)
-        self._from_front(dim, split, n, part)
+        cut = self._cut(axis, now)
+        self._from_front(cut.dim, cut.split, n, part)
+
+    def _regrain(self, axis: int, now: Placement, then: Placement) -> None:
+        """Exchange what lies on other ranks when a dim is dealt out by another grain; parts keep their true sizes."""
+        have, want, n = self._cut(axis, now), self._cut(axis, then), self.mesh.sizes[axis]
+        rank, dim, split = self.ranks[self.mesh.names[axis]], have.dim, have.split
+        if self._uneven(axis, now):
+            args = valid_part(tuple(self.state), axis, self.global_shape, self.mesh, rank)
+            self._emit(drop_padding, (self.value, *args), self.shape)
+            self.value.meta["sharding"] = tuple(self.state)
+        others = (*self.state[:axis], Replicate(), *self.state[axis + 1 :])
+        size = local_shape(self.global_shape, others, self.mesh)[dim] // split
+        sent, received = (
+            self._number(overlaps, size, n, rank, *grains, value=overlaps(size, n, 0, *grains))
+            for grains in ((have.grain, want.grain), (want.grain, have.grain))
+        )
+        shape, got = self.shape, chunk_range(size // want.grain, n, 0)[1] * want.grain
+        before, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+        held = shape[dim] // split
+        # On each rank this dim has another length, so that it is never named.
+        self._lie((before, split, size, after), axis, 2, have.grain)
+        self._emit(aten.reshape.default, (self.value, [before, split, -1, after]), (before, split, held, after))
+        self._lie((size, before, split, after), axis, 0, have.grain)
+        self._permute(2, 0, 1, 3)
+        self._emit(aten.contiguous.default, (self.value,), self.shape)
+        self._lie((size, before, split, after), axis, 0, want.grain)
+        self._start(c10d.all_to_all_single.default, (received, sent), axis, self.shape, (got, before, split, after))
+        self._lie((before, split, size, after), axis, 2, want.grain)
+        self._permute(1, 2, 0, 3)
+        self._lies = None
+        local = (*shape[:dim], split * got, *shape[dim + 1 :])
+        self._emit(aten.reshape.default, (self.value, [*local[:dim], -1, *local[dim + 1 :]]), local)
+        if self._uneven(axis, then):
+            self.short[axis] = then

@@ -24,10 +24,15 @@ from autopar.rules import OpRule, is_look_or_cast
 
 @dataclass(frozen=True)
 class Cut:
-    """One factor of an op's rule cut along one mesh axis: `factor` is read as (split, n, rest)."""
+    """One factor of an op's rule cut along one mesh axis: `factor` is read as (split, n, rest).
+
+    `grain` is 0 if the axis divides n; else the n positions are dealt out as `torch.chunk` does, and it is the size of
+    the rest.
+    """
 
     factor: str
     split: int
+    grain: int = 0
 
 
 @dataclass(frozen=True)
@@ -214,11 +219,12 @@ class _Ops:
         for name, split, factor in self.analysis.parts(node) if wanted else ():
             position = wanted.get(factor)
             if position is not None and name not in rule.whole and (best is None or position < best[0]):
-                cut = Cut(name, split)
+                cut = self._cut(rule, Cut(name, split), factor, axis, earlier)
+                if cut is None:
+                    continue
                 if factor in self.experts[axis] and not self._stays_with_experts(node, rule, cut, factor, axis):
                     continue
-                if self._divides(rule, cut, factor, axis, earlier):
-                    best = (position, cut)
+                best = (position, cut)
         return best[1] if best else None
 
     def _stays_with_experts(self, node: fx.Node, rule: OpRule, cut: Cut, factor: Factor, axis: int) -> bool:
@@ -241,14 +247,37 @@ class _Ops:
             return True
         return source in self.nodes and self.nodes[source].outputs[index][axis] == placed
 
-    def _divides(self, rule: OpRule, cut: Cut, factor: Factor, axis: int, earlier: Sequence[Cut | None]) -> bool:
-        """Whether a cut gives equal parts, or parts that may be padded."""
+    def _cut(self, rule: OpRule, cut: Cut, factor: Factor, axis: int, earlier: Sequence[Cut | None]) -> Cut | None:
+        """The cut if it gives equal parts, or the one that gives parts which may be padded; None if neither may be."""
         if rule.is_range(cut.factor) and cut.split != 1:
-            return False  # a lookup needs one consecutive range of the table per rank
+            return None  # a lookup needs one consecutive range of the table per rank
+        beside = [c for c in earlier if c is not None and _share_a_dim(rule, c, cut)]
+        if any(c.grain for c in beside):
+            return None  # parts of different sizes are not cut again
         same = [n for c, n in zip(earlier, self.mesh.sizes, strict=False) if c == cut]
         if factor.size % (math.prod(same) * self.mesh.sizes[axis]) == 0:
-            return True
-        return not same and factor in self.padded[axis] and rule.may_be_uneven(cut.factor, factor.size)
+            return cut
+        grain = rule.sizes[cut.factor] // (cut.split * factor.size)
+        if factor not in self.padded[axis] or not rule.may_be_uneven(cut.factor, cut.split, grain):
+            return None
+        if not all(_is_outside(rule, c, cut) for c in beside):
+            return None
+        return Cut(cut.factor, cut.split, grain)
+
+
+def _share_a_dim(rule: OpRule, one: Cut, other: Cut) -> bool:
+    """Whether two cuts cut the same dim of some operand or result."""
+    groups = (group for dims in (*rule.inputs, *rule.outputs) for group in dims)
+    return any(one.factor in group and other.factor in group for group in groups)
+
+
+def _is_outside(rule: OpRule, one: Cut, other: Cut) -> bool:
+    """Whether a cut is made outside of another in each dim that they share."""
+    if one.factor == other.factor:
+        return one.split < other.split
+    groups = (group for dims in (*rule.inputs, *rule.outputs) for group in dims)
+    shared = (group for group in groups if one.factor in group and other.factor in group)
+    return all(group.index(one.factor) < group.index(other.factor) for group in shared)
 
 
 def resting_gradients(joint: JointGraph) -> set[fx.Node]:
@@ -272,7 +301,8 @@ def input_placement(rule: OpRule, dims: tuple[tuple[str, ...], ...], cut: Cut | 
     place = rule.occurrences(cut.factor, dims) if cut else None
     if cut is None or place is None:
         return Replicate()
-    return shard(place[0], place[1] * cut.split)
+    dim, outer = place
+    return shard(dim, outer * cut.split, rule.inside(cut.factor, dims) * cut.grain or 1)
 
 
 def output_placement(rule: OpRule, dims: tuple[tuple[str, ...], ...], cut: Cut | None) -> Placement:

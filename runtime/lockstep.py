@@ -124,7 +124,7 @@ class _Lockstep:
             _check_agreement(node, kind, members)
             for rank, output in zip(group, _COLLECTIVES[kind](tensors, members), strict=True):
                 outputs[rank] = output
-        measured = outputs[0] if kind == "all_gather" else calls[0][0]
+        measured = max(outputs[0], calls[0][0], key=Tensor.numel)  # the larger side, as programs count
         self.collectives.append(ExecutedCollective(kind, axis, measured.numel() * measured.element_size()))
         return outputs
 

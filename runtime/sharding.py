@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import PlanError, VerificationError
+from autopar.local_ops import take_chunk
 from autopar.mesh import Mesh
 from autopar.placement import (
     DimCut,
@@ -19,6 +20,7 @@ from autopar.placement import (
     Placement,
     Replicate,
     Sharding,
+    at_rest,
     cuts,
     describe_sharding,
     is_sharded,
@@ -39,6 +41,12 @@ def device_placements(sharding: Sharding, mesh: Mesh) -> tuple[Placement, ...]:
             2.13): a dim cut by several axes can have one split only, and if the axis with the split is not the last
             of them, the split must equal the number of parts that the later ones make.
     """
+    if sharding != at_rest(sharding):
+        raise PlanError(
+            f"PyTorch's DTensor cannot hold a tensor that lies as {describe_sharding(sharding, mesh)}: a factor that "
+            "the ranks do not divide is cut inside a program only; store it as "
+            f"{describe_sharding(at_rest(sharding), mesh)}"
+        )
     local_splits = {cut.axis: cut.split for cut in cuts(sharding, mesh)}
     out = list(sharding)
     for axis, placement in enumerate(sharding):
@@ -103,17 +111,12 @@ def unshard(locals_: Sequence[Tensor], sharding: Sharding, mesh: Mesh, shape: Se
 
 def _piece(tensor: Tensor, cut: DimCut, num_parts: int, position: int) -> Tensor:
     size = tensor.shape[cut.dim]
-    if size % cut.split:
+    if size % (cut.split * cut.grain):
         raise PlanError(
-            f"dim {cut.dim} of {list(tensor.shape)} cannot be read as ({cut.split}, …): {size} does not divide"
+            f"dim {cut.dim} of {list(tensor.shape)} cannot be read as ({cut.split}, …, {cut.grain}): {size} does not "
+            "divide"
         )
-    inner = size // cut.split
-    chunk = -(-inner // num_parts)
-    start = min(position * chunk, inner)
-    length = min(chunk, inner - start)
-    if cut.split == 1:
-        return tensor.narrow(cut.dim, start, length)
-    return _read_as_two(tensor, cut).narrow(cut.dim + 1, start, length).flatten(cut.dim, cut.dim + 1)
+    return take_chunk(tensor, cut.dim, num_parts, position, cut.split, cut.grain)
 
 
 def _join(pieces: list[Tensor], cut: DimCut) -> Tensor:

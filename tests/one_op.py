@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,14 +121,19 @@ def legal_cuts(rule: OpRule, num_ranks: int) -> Iterator[Cut]:
 
 
 def uneven_cuts(rule: OpRule, num_ranks: int) -> Iterator[Cut]:
-    """Every cut of one axis that the rule allows though it does not divide; parts may be empty."""
+    """Every cut of one axis that the rule allows though it does not divide, with each split and grain that the factor's
+    size allows; parts may be empty."""
     for factor in rule.factors:
-        if (
-            factor not in rule.whole
-            and rule.may_be_uneven(factor, rule.sizes[factor])
-            and rule.sizes[factor] % num_ranks
-        ):
-            yield Cut(factor, 1)
+        size = rule.sizes[factor]
+        for split, grain in itertools.product(range(1, size + 1), repeat=2):
+            if (
+                factor not in rule.whole
+                and size % (split * grain) == 0
+                and size // (split * grain) % num_ranks
+                and rule.may_be_uneven(factor, split, grain)
+                and (split == 1 or not rule.is_range(factor))
+            ):
+                yield Cut(factor, split, grain)
 
 
 def assignment_of(

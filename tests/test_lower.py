@@ -16,10 +16,24 @@ from autopar.errors import PlanError
 from autopar.graph import GraphInput, GraphOutput, InputKind, JointGraph, OutputKind
 from autopar.mesh import Mesh
 from autopar.passes.localise import localise
-from autopar.passes.lower import lower_reshards, steps
+from autopar.passes.lower import lower_reshards
+from autopar.passes.moves import steps
 from autopar.passes.propagate import Assignment, NodeSharding
 from autopar.passes.reshard import insert_reshards
-from autopar.placement import Partial, Placement, Replicate, Shard, Sharding, cuts, is_sharded, shard
+from autopar.placement import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Sharding,
+    cuts,
+    is_sharded,
+    is_uneven,
+    local_shape,
+    shard,
+    shard_dim,
+    shard_grain,
+)
 from autopar.plan import Plan
 from autopar.program import Collective, LocalGraph, collectives_of
 from autopar.runtime.lockstep import ExecutedCollective, run_lockstep
@@ -101,6 +115,41 @@ def test_every_move_ends_where_it_should_through_legal_states(mesh: Mesh) -> Non
             state[axis] = then
             assert is_legal(SHAPE, tuple(state), mesh), f"{source} -> {target} passes through {state}"
         assert tuple(state) == target, f"{source} -> {target} stops at {state}"
+
+
+def grained(mesh: Mesh) -> list[Sharding]:
+    """Shardings of a tensor of [36, 30]: whole, unreduced, cut as PyTorch does, and by grains that no axis divides."""
+    placements = [R, P, S0, S1, shard(0, 2), shard(0, 3), shard(0, grain=12), shard(0, 3, 4), shard(0, 2, 6)]
+    return [s for s in itertools.product(placements, repeat=mesh.num_axes) if fits((36, 30), s, mesh)]
+
+
+def fits(shape: tuple[int, ...], sharding: Sharding, mesh: Mesh) -> bool:
+    """Whether each dim that is cut by grains, or does not divide, is cut along one axis only."""
+    try:
+        local_shape(shape, sharding, mesh)
+    except PlanError:
+        return False
+    once = [a for a in range(mesh.num_axes) if is_uneven(sharding, a, shape, mesh) or shard_grain(sharding[a]) > 1]
+    dims = [shard_dim(p) for p in sharding if is_sharded(p)]
+    return all(is_uneven(sharding, a, shape, mesh) and dims.count(shard_dim(sharding[a])) == 1 for a in once)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(("a",), (2,)), ROW, Mesh(("a",), (5,)), GRID, Mesh(("a", "b"), (2, 4))], ids=str)
+def test_moves_between_grains_keep_the_value(mesh: Mesh) -> None:
+    every = [(a, b) for a, b in itertools.product(grained(mesh), repeat=2) if reaches(a, b) and a != b]
+    assert any(shard_grain(p) > 1 for source, _ in every for p in source)
+    for source, target in random.Random(0).sample(every, min(200, len(every))):
+        move((36, 30), source, target, mesh)
+
+
+def test_other_grains_move_what_lies_elsewhere_only() -> None:
+    """12 heads of 4 rows on 8 ranks: from 6 rows each to 2 heads each, which the last two ranks have none of."""
+    mesh = Mesh(("tp",), (8,))
+    for dim, split in ((0, 1), (1, 1), (0, 3)):
+        shape = (48 * split, 5) if dim == 0 else (5, 48)
+        there = move(shape, (shard(dim, split),), (shard(dim, split, 4),), mesh)
+        back = move(shape, (shard(dim, split, 4),), (shard(dim, split),), mesh)
+        assert [(c.kind, c.num_bytes) for c in (*there, *back)] == [("all_to_all", 8 * split * 5 * 8)] * 2
 
 
 @pytest.mark.parametrize(("mesh", "num_moves"), [(ROW, 60), (GRID, 150), (OBLONG, 150), (CUBE, 150)], ids=str)

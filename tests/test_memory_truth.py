@@ -53,6 +53,9 @@ MODELS: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
     "activations dominate": (
         partial(tiny_models.TinyGpt, dropout=0.1, seq=64), tiny_models.token_batch(8, seq=64, vocab=32),
     ),
+    "heads that do not divide": (
+        partial(tiny_models.TinyGpt, vocab=64, width=48, heads=3, seq=16), tiny_models.token_batch(2, seq=16, vocab=64),
+    ),
     "grouped heads": (tiny_models.Llama, tiny_models.token_batch(2, seq=16, vocab=24)),
     "convolutions": (partial(Conv, 64), (torch.randn(8, 3, 16, 16),)),
     "narrow convolutions": (partial(Conv, 16), (torch.randn(8, 3, 16, 16),)),
