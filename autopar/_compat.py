@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -101,8 +102,8 @@ __all__ = [
     "grouped_mm",
     "is_custom_function",
     "is_plain_fake",
-    "is_value_read",
     "job_store",
+    "lists_by_items",
     "load_tracer",
     "meta_of",
     "new_fake_mode",
@@ -118,6 +119,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "value_read",
     "values_of",
 ]
 
@@ -405,6 +407,18 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+@contextlib.contextmanager
+def lists_by_items() -> Iterator[None]:
+    """Let `tolist()` of a tensor that is being traced read its items, which modes see, as `FakeTensor`'s does: that of
+    `FunctionalTensor` reads what it wraps."""
+    own = FunctionalTensor.tolist
+    FunctionalTensor.tolist = FakeTensor.tolist  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        FunctionalTensor.tolist = own  # type: ignore[method-assign]
+
+
 def values_of(tensor: torch.Tensor) -> Any:
     """A real tensor's values as numbers in lists, read outside of all dispatch modes."""
     with real_tensors():
@@ -426,12 +440,29 @@ def is_custom_function(node: Any) -> bool:
     return isinstance(node, BackwardCFunction)
 
 
-def is_value_read(error: BaseException) -> bool:
-    """Whether a trace failed because the model looked at the values of a tensor."""
+def value_read(error: BaseException) -> tuple[str, str] | None:
+    """How the model looked at the values of a tensor, if a trace failed because of that.
+
+    Returns:
+        What it wanted: a `condition`, a `number`, a `shape`, a `text` or an array of `numpy`; and the op that was to
+        give it, or an empty text.
+    """
+    from sympy import Expr
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    kinds = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
-    return isinstance(error, kinds)
+    text = str(error)
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return ("number" if isinstance(error.cond, Expr) else "condition"), ""
+    if isinstance(error, DynamicOutputShapeException):
+        return "shape", str(error.func).removesuffix(".default")
+    if isinstance(error, DataDependentOutputException):
+        is_number = error.func is torch.ops.aten._local_scalar_dense.default
+        return ("number", "") if is_number else ("condition", str(error.func).removesuffix(".default"))
+    if isinstance(error, RuntimeError) and ".numpy() is not supported for tensor subclasses" in text:
+        return "numpy", ""
+    if isinstance(error, TypeError) and ("FunctionalTensor" in text or "FakeTensor" in text):
+        return ("text" if "__format__" in text else "number"), ""
+    return None
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar._compat import real_tensors, tree_leaves, tree_map
+from autopar._compat import lists_by_items, real_tensors, tree_map
 
 MAX_ELEMENTS = 2**20
 """Larger tensors stay unknown, so that tracing computes next to nothing."""
@@ -28,7 +28,9 @@ _LIKE = {
     torch.Tensor.new_zeros,
 }  # fmt: skip
 _READS = {
-    torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__int__, torch.Tensor.item,
+    torch.Tensor.__bool__, torch.Tensor.__contains__, torch.Tensor.__float__, torch.Tensor.__format__,
+    torch.Tensor.__index__, torch.Tensor.__int__, torch.Tensor.allclose, torch.Tensor.equal, torch.Tensor.is_nonzero,
+    torch.Tensor.item, torch.Tensor.tolist, torch.allclose, torch.equal, torch.is_nonzero,
 }  # fmt: skip
 
 
@@ -39,11 +41,24 @@ class KnownValues(TorchFunctionMode):
         super().__init__()
         self._values: Any = WeakTensorKeyDictionary()
 
+    def __enter__(self) -> KnownValues:
+        self._lists = lists_by_items()
+        self._lists.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._lists.__exit__(*error)
+
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _READS and (value := self._values.get(args[0])) is not None:
+        if func in _READS and all(t in self._values for t in _tensors((args, kwargs))):
             with real_tensors():
-                return func(value)
+                positional, named = tree_map(self._value_or_like, (args, dict(kwargs)))
+                return func(*positional, **named)
+        if func is torch.Tensor.__iter__ and args[0] in self._values and args[0].dim():
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, (args[0], 0)))
         result = func(*args, **kwargs)
         made = list(_tensors(result))
         if any(t.is_meta for t in made):  # PyTorch's own, which works shapes out
@@ -107,4 +122,11 @@ _WRITES = {"__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    # Every call of the model passes here, and most arguments are a tensor or a number: a pytree takes longer.
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))

@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 
 import torch
 
-from autopar._compat import is_value_read
+from autopar._compat import value_read
 from autopar.errors import TraceError
 
 
@@ -31,12 +31,14 @@ def trace_error(error: Exception, paths: Mapping[int, str], dtype: torch.dtype |
         frame, number = places[-1]
         code = linecache.getline(frame.f_code.co_filename, number).strip()
         place = f", {frame.f_code.co_filename}:{number}" + (f" (`{code}`)" if code else "")
-    reason = str(error).strip().partition("\n")[0]
-    if is_value_read(error):
+    reason = str(error).strip().partition("\n")[0].rstrip(".")
+    if (read := value_read(error)) is not None:
+        kind, op = read
+        what, way_out = _READS[kind]
         return TraceError(
-            f"cannot trace the model to one graph: {module}{place} depends on the values of a tensor"
-            f" ({type(error).__name__}: {reason}). Compute it with tensor ops (torch.where, masking instead of"
-            " selecting), or decide from shapes or from Python values given as arguments"
+            f"cannot trace the model to one graph: {module}{place} depends on the values of a tensor:"
+            f" {what.format(op=op)}. {way_out}. What follows from the inputs alone can also be computed before the call"
+            " and passed in; shapes and Python values among the arguments are constants here and may decide"
         )
     mixed = (
         f" Parameters are used as {dtype} here, while buffers and what is computed from them stay as they are: cast one"
@@ -47,6 +49,32 @@ def trace_error(error: Exception, paths: Mapping[int, str], dtype: torch.dtype |
         f"{mixed if dtype else ''}"
         " If the model runs eagerly on the same inputs, it does something there that fake tensors cannot"
     )
+
+
+_READS = {
+    "condition": (
+        "an `if`, `while` or `assert` asks for one",
+        "Compute both cases and take each where it holds (torch.where(condition, a, b)); a check or an early exit that"
+        " the numbers do not need goes under `if not torch.compiler.is_compiling():`",
+    ),
+    "number": (
+        "a Python number is made of one, as .item(), .tolist(), int(), range() and sizes do",
+        "Keep it a tensor: multiply by it, index by it, or loop to a fixed bound and mask what is beyond"
+        " (torch.arange(bound) < n)",
+    ),
+    "shape": (
+        "they say how many elements {op} gives, as a mask does when it is an index",
+        "Keep every element and give those that are not selected the weight 0 (torch.where(mask, y, 0).sum() /"
+        " mask.sum()); count with one_hot(x, n).sum(0); take a fixed number (topk); give repeat_interleave its"
+        " output_size",
+    ),
+    "numpy": ("numpy reads them", "Use the function of torch that does the same"),
+    "text": (
+        "they are written out",
+        "Put that under `if not torch.compiler.is_compiling():`, or write out what the model returns",
+    ),
+}
+"""For each way of reading a tensor: what was done, and what to do instead."""
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:

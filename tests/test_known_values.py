@@ -42,7 +42,18 @@ def largest(x: Tensor) -> float:
     return places.max().item() + int(places[0])
 
 
-@pytest.mark.parametrize("read", [causal, written, largest])
+def listed(x: Tensor) -> float:
+    sizes = torch.eye(3, dtype=torch.int64, device=x.device).cumsum(0).sum(0)
+    return sum(n * 2.0**i for i, n in enumerate(sizes.tolist())) + (2 in sizes)
+
+
+def compared(x: Tensor) -> float:
+    places, again = torch.arange(4, device=x.device), torch.ones_like(x[0], dtype=torch.int64).cumsum(0) - 1
+    same = torch.equal(places, again) and places.equal(again) and torch.allclose(places.double(), again.double())
+    return float(f"{places.sum():d}") if same else 0.0
+
+
+@pytest.mark.parametrize("read", [causal, written, largest, listed, compared])
 def test_what_follows_from_constants_may_be_read(read: Callable[[Tensor], float]) -> None:
     torch.manual_seed(0)
     report = subject(Reads(read), torch.randn(8, 4)).verify("ddp", 4)
@@ -63,7 +74,15 @@ def drawn(x: Tensor) -> float:
     return float(torch.bernoulli(torch.full((4,), 0.5)).sum())
 
 
-@pytest.mark.parametrize("read", [from_input, into_view, drawn])
+def compared_with_input(x: Tensor) -> float:
+    return 1.0 if torch.equal(torch.zeros(4, dtype=x.dtype), x[0]) else 2.0
+
+
+def listed_input(x: Tensor) -> float:
+    return sum(torch.cat([torch.zeros(1, dtype=x.dtype), x[0]]).tolist())
+
+
+@pytest.mark.parametrize("read", [from_input, into_view, drawn, compared_with_input, listed_input])
 def test_other_values_stay_unknown(read: Callable[[Tensor], float]) -> None:
     with pytest.raises(TraceError, match=r"depends? on the values of"):
         normalise(trace(Reads(read), (torch.randn(8, 4),), {}))

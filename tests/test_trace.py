@@ -577,6 +577,89 @@ def test_value_dependent_control_flow_names_module_and_line() -> None:
     assert caught.value.__cause__ is not None
 
 
+def exits_early(linear: nn.Module, x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = linear(x)
+        if x.norm() > 10:  # exit
+            break
+    return x
+
+
+def loops_as_told(linear: nn.Module, x: Tensor) -> Tensor:
+    for _ in range((x > 0).sum()):  # loop
+        x = linear(x)
+    return x
+
+
+def parts_by_length(linear: nn.Module, x: Tensor) -> Tensor:
+    parts = torch.split(linear(x), (x[:, 0] > 0).long().bincount(minlength=2).tolist())  # parts
+    return torch.cat([part * i for i, part in enumerate(parts)])
+
+
+def selects_rows(linear: nn.Module, x: Tensor) -> Tensor:
+    y = linear(x)
+    return y.index_add(0, torch.where(x[:, 0] > 0)[0], y[x[:, 0] > 0])  # rows
+
+
+def leaves_for_numpy(linear: nn.Module, x: Tensor) -> Tensor:
+    return linear(x) * float(x.detach().numpy().mean())  # numpy
+
+
+def talks(linear: nn.Module, x: Tensor) -> Tensor:
+    y = linear(x)
+    print(f"{y.mean():.3f}")  # talk
+    return y
+
+
+class Reader(nn.Module):
+    def __init__(self, read: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.read = nn.Linear(4, 4), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.linear, x)
+
+
+@pytest.mark.parametrize(
+    ("read", "marker", "reason", "way_out"),
+    [
+        (exits_early, "exit", "an `if`, `while` or `assert` asks for one", "torch.where(condition, a, b)"),
+        (loops_as_told, "loop", "a Python number is made of one", "loop to a fixed bound and mask"),
+        (parts_by_length, "parts", "a Python number is made of one, as .item(), .tolist()", "passed in"),
+        (selects_rows, "rows", "how many elements aten.nonzero gives", "the weight 0"),
+        (leaves_for_numpy, "numpy", "numpy reads them", "the function of torch"),
+        (talks, "talk", "they are written out", "if not torch.compiler.is_compiling():"),
+    ],
+)
+def test_each_way_of_reading_values_is_told_what_to_do(
+    read: Callable[[nn.Module, Tensor], Tensor], marker: str, reason: str, way_out: str
+) -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(nn.Sequential(nn.Linear(4, 4), Reader(read)), (torch.ones(2, 4),), {})
+    message = str(caught.value)
+    assert f"module 1, {__file__}:{line_of(marker)} (`" in message
+    assert "depends on the values of a tensor" in message
+    assert reason in message
+    assert way_out in message
+    for word in ("unhinted", "GuardOnData", "u0", "FunctionalTensor"):  # PyTorch's own words are in the cause
+        assert word not in message
+
+
+def test_what_tracing_does_not_need_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """The way out that the errors name: a check, or what is printed, where nothing is being traced."""
+
+    def checks(linear: nn.Module, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            assert torch.isfinite(x).all()
+            print(f"{x.mean():.1f}")
+        return linear(x)
+
+    trace(Reader(checks), (torch.ones(2, 4),), {})
+    assert capsys.readouterr().out == ""
+    Reader(checks)(torch.ones(2, 4))
+    assert capsys.readouterr().out == "1.0\n"
+
+
 class Item(nn.Module):
     def __init__(self, use: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
