@@ -35,6 +35,8 @@ def trace_error(error: Exception, paths: Mapping[int, str], dtype: torch.dtype |
     if (read := value_read(error)) is not None:
         kind, op = read
         what, way_out = _READS[kind]
+        if places and "site-packages" in places[-1][0].f_code.co_filename:
+            way_out = f"{_IN_LIBRARY}. In code of your own: {way_out[0].lower()}{way_out[1:]}"
         return TraceError(
             f"cannot trace the model to one graph: {module}{place} depends on the values of a tensor:"
             f" {what.format(op=op)}. {way_out}. What follows from the inputs alone can also be computed before the call"
@@ -50,6 +52,11 @@ def trace_error(error: Exception, paths: Mapping[int, str], dtype: torch.dtype |
         " If the model runs eagerly on the same inputs, it does something there that fake tensors cannot"
     )
 
+
+_IN_LIBRARY = (
+    "The line is a library's: look for an option that leaves it out, or do not give the argument that leads there"
+    " (labels, say) and compute that part yourself"
+)
 
 _READS = {
     "condition": (

@@ -25,6 +25,7 @@ MODELS: dict[str, Callable[[], Subject]] = {
     "gpt": lambda: subject(TinyGpt(vocab=24, layers=1), *token_batch(8, 4, 24)),
     "llama": lambda: subject(Llama(), *token_batch(8, 4, 24)),
     "odd vocabulary": lambda: subject(TinyGpt(vocab=25, layers=1), *token_batch(8, 4, 25)),
+    "three heads": lambda: subject(TinyGpt(vocab=24, width=12, heads=3, layers=1), *token_batch(8, 4, 24)),
     "experts": lambda: subject(Experts(), torch.randn(8, 4, 16)),
     "images": lambda: subject(ConvNet(), torch.randn(8, 3, 5, 5)),
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -643,6 +645,18 @@ def test_each_way_of_reading_values_is_told_what_to_do(
     assert way_out in message
     for word in ("unhinted", "GuardOnData", "u0", "FunctionalTensor"):  # PyTorch's own words are in the cause
         assert word not in message
+
+
+def test_a_read_in_a_library_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "some_library.py").write_text("def check(x):\n    assert x.max() < 3\n    return x\n")
+    monkeypatch.syspath_prepend(str(folder))
+    library = importlib.import_module("some_library")
+    with pytest.raises(
+        TraceError, match=r"some_library\.py:2 .*The line is a library's: look for an option.*compute both cases"
+    ):
+        trace(Reader(lambda linear, x: linear(library.check(x))), (torch.ones(2, 4),), {})
 
 
 def test_what_tracing_does_not_need_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
