@@ -173,9 +173,9 @@ def ranked(analysis: FactorAnalysis, refs: Iterable[FactorRef]) -> dict[Factor, 
 
 
 def may_be_padded(analysis: FactorAnalysis, refs: Iterable[FactorRef]) -> set[Factor]:
-    """Those of a plan's factors that may be cut where they do not divide: dims of parameters.  A batch or a sequence
-    that does not divide stays whole, since views fuse the two."""
-    names = [ref for ref in refs if not ref.anchor.startswith("input:")]
+    """Those of a plan's factors that may be cut where they do not divide: all but the batch, of which every rank brings
+    as many rows by contract, so that only a part of it that a view makes can fail to divide."""
+    names = [ref for ref in refs if ref.label != "batch"]
     return {factor for factor in map(analysis.find, names) if factor is not None}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,12 @@ and buffer, relative to the largest entry of its tensor. Beside it the share of 
 attention that is divided over the ranks. At most {tolerance:.0e} is equal: **{num_ok} of {num_rows}** are,
 {num_refused} are refused with the reason below, {num_wrong} are not equal.
 
+{steps}
 Seconds are those of one core of a busy machine: tracing to one graph and normalising it, and rewriting it for one plan,
-the slower of {covered}.
+the slower of {covered}.  `auto` on models as small as these is often `replicate` (0 %).  Empty cells were not run.
+"""
+
+STEPS = """After {steps} steps of AdamW all is compared again, with every parameter; the errors are the largest of both.
 """
 
 
@@ -51,7 +56,7 @@ def table(rows: list[dict[str, Any]], coverage: list[dict[str, Any]]) -> str:
         HEAD.format(
             commands="\n".join(_commands(columns)), covered=",".join(covered), tolerance=TOLERANCE,
             num_ok=counts["equal"], num_rows=len(results), num_refused=counts["refused"],
-            num_wrong=len(results) - sum(counts.values()),
+            num_wrong=len(results) - sum(counts.values()), steps=_steps(last.values()),
         ),
         "| model | " + " | ".join(map(" ".join, columns)) + " | nodes | trace s | rewrite s |",
         "|---|" + "---|" * (len(columns) + 3),
@@ -71,6 +76,12 @@ def _commands(columns: list[tuple[str, str]]) -> list[str]:
         f"    python -m benchmarks.zoo --zoo zoo.py --strategies {','.join(names)} --mesh {mesh} --json ROWS.json"
         for mesh, names in strategies.items()
     ]
+
+
+def _steps(rows: Iterable[dict[str, Any]]) -> str:
+    """What was compared after steps of an optimizer, if all rows agree on that."""
+    counts = {row.get("steps", 0) for row in rows}
+    return STEPS.format(steps=counts.pop()) if len(counts) == 1 and 0 not in counts else ""
 
 
 def _verdict(row: dict[str, Any]) -> str:

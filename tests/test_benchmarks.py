@@ -305,7 +305,7 @@ def test_coverage_counts_products_that_nothing_cuts(registry: Path) -> None:
 
 
 def test_table_of_models_says_what_is_equal_and_why_the_rest_is_not(registry: Path) -> None:
-    base = {"mesh": "4", "refused": False, "sharded_flops_fraction": 0.5, "error": None, "seconds": 1.0}
+    base = {"mesh": "4", "refused": False, "sharded_flops_fraction": 0.5, "error": None, "seconds": 1.0, "steps": 3}
     error = "TraceError: module a, /x/site-packages/b.py:3 depends on\nvalues"
     rows = [
         {**base, "model": "small", "strategy": "ddp", "ok": True, "max_rel_err": 1e-15},
@@ -319,6 +319,7 @@ def test_table_of_models_says_what_is_equal_and_why_the_rest_is_not(registry: Pa
     assert "| other |  | refused |" in text
     assert "* `other` (tp): module a, b.py:3 depends on values" in text
     assert "dominates" in text
+    assert "After 3 steps of AdamW all is compared again" in text
 
 
 @pytest.mark.parametrize("name", planning.SWEEPS)

@@ -19,6 +19,7 @@ import autopar
 from autopar.local_ops import mask_padding, pad_dim
 from autopar.placement import is_sharded
 from autopar.plan import Plan
+from autopar.program import collectives_of
 
 
 class Classifier(nn.Module):
@@ -62,6 +63,19 @@ def test_odd_widths_and_classes_are_cut(num_ranks: int) -> None:
     assert report.sharded_flops_fraction > (0.8 if num_ranks < 8 else 0.5)
 
 
+@pytest.mark.parametrize(("seq", "num_ranks"), [(7, 2), (7, 4), (15, 4), (5, 4)])
+def test_odd_sequences_are_cut_between_the_blocks(seq: int, num_ranks: int) -> None:
+    """What is not cut by heads or widths is cut by positions, of which the last ranks have fewer or none."""
+    torch.manual_seed(0)
+    ours = subject(TinyGpt(vocab=101, layers=1, seq=16), *token_batch(8, seq, 101))
+    plan = ours.plan("tp+sp", num_ranks)
+    program = ours.program(plan)
+    kinds = {c.kind for graph in program.graphs for c in collectives_of(graph.module.graph)}
+    assert "reduce_scatter" in kinds
+    report = ours.compare(program, plan, num_steps=2)
+    assert report.ok, str(report)
+
+
 def test_few_classes_are_not_padded() -> None:
     ours = subject(Classifier(width=32, classes=10), torch.randn(8, 12), torch.arange(8))
     assert "head.bias" not in cut_parameters(ours.plan("tp", 4))
@@ -77,12 +91,12 @@ def test_padding_is_neutral(reduce: str, neutral: float) -> None:
     assert mask_padding(whole, 1, 7, 2, 0, reduce) is whole
 
 
-def trains_unevenly(strategy: str, mesh: Any) -> set[int]:
+def trains_unevenly(strategy: str, mesh: Any, seq: int = 8) -> set[int]:
     """Three steps of a model with an odd vocabulary; returns the sizes of this rank's parts of the table."""
     torch.manual_seed(0)
     model = TinyGpt(vocab=101, width=20, heads=4, layers=1).double()
     reference, rank, world = copy.deepcopy(model), dist.get_rank(), dist.get_world_size()
-    batches = [token_batch(8, 8, 101, seed) for seed in range(3)]
+    batches = [token_batch(8, seq, 101, seed) for seed in range(3)]
     rows = [tuple(t.chunk(world)[rank] for t in batch) for batch in batches]
     pm = autopar.parallelize(model, mesh, 1.0, strategy=strategy, example_inputs=rows[0])
     for module, calls in ((pm, rows), (reference, batches)):
@@ -104,6 +118,10 @@ def test_real_ranks_hold_uneven_parts_and_train_as_one(gloo4: RankPool, strategy
     parts = gloo4.run(trains_unevenly, strategy, mesh)
     if strategy.startswith("tp"):
         assert [26 in sizes for sizes in parts] == [True, True, True, False]  # 101 = 26 + 26 + 26 + 23
+
+
+def test_real_ranks_cut_odd_sequences_and_train_as_one(gloo4: RankPool) -> None:
+    gloo4.run(trains_unevenly, "tp+sp", 4, 7)
 
 
 def test_two_real_ranks_hold_uneven_parts_and_train_as_one(gloo2: RankPool) -> None:
