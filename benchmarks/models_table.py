@@ -1,6 +1,7 @@
 """Write the table of models from the results of `benchmarks.zoo` and `benchmarks.coverage`.
 
-    python -m benchmarks.models_table --zoo-json ROWS.json[,ROWS.json] --coverage-json OUT.json --out docs/models.md
+    python -m benchmarks.models_table --zoo-json ROWS.json[,ROWS.json] --coverage-json OUT.json [--zoo FILE.py] \
+        [--note TEXT] --out docs/models.md
 
 Of several rows for one model, strategy and mesh the last counts.
 """
@@ -14,14 +15,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.zoo import TOLERANCE
+from benchmarks.zoo import STRATEGIES, TOLERANCE
+
+ROOT = Path(__file__).resolve().parents[1]
 
 HEAD = """# Models
 
 Written by `python -m benchmarks.models_table` from what these gave:
 
 {commands}
-    python -m benchmarks.coverage --zoo zoo.py --strategies {covered} --json OUT.json
+    python -m benchmarks.coverage --zoo {zoo} --strategies {covered} --json OUT.json
 
 Each model is small, with random weights, in train mode with its loss; dropout is off. All ranks run in one process in
 float64 and are compared with the unmodified module on one device: the largest error of loss, outputs, every gradient
@@ -38,23 +41,26 @@ STEPS = """After {steps} steps of AdamW all is compared again, with every parame
 """
 
 
-def table(rows: list[dict[str, Any]], coverage: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]], coverage: list[dict[str, Any]], zoo: str = "zoo.py", note: str = "") -> str:
     """The page's text.
 
     Args:
         rows: of `benchmarks.zoo`.
         coverage: of `benchmarks.coverage`.
+        zoo: the registry file that both were run on.
+        note: of which state of the code the rows are, if not all of one.
     """
     last = {(row["model"], row["strategy"], row["mesh"]): row for row in rows}
     models = list(dict.fromkeys(key[0] for key in last))
-    columns = sorted(dict.fromkeys(key[1:] for key in last), key=lambda column: column[1])  # mesh by mesh
+    order = {name: i for i, name in enumerate(STRATEGIES.split(","))}
+    columns = sorted({key[1:] for key in last}, key=lambda column: (column[1], order.get(column[0], -1), column[0]))
     timed = {entry["model"]: entry for entry in coverage}
     covered = list(dict.fromkeys(r["strategy"] for entry in coverage for r in entry["strategies"]))
     results = [_verdict(row) for row in last.values()]
     counts = {word: results.count(word) for word in ("equal", "refused")}
     lines = [
         HEAD.format(
-            commands="\n".join(_commands(columns)), covered=",".join(covered), tolerance=TOLERANCE,
+            commands="\n".join(_commands(columns, zoo)), zoo=zoo, covered=",".join(covered), tolerance=TOLERANCE,
             num_ok=counts["equal"], num_rows=len(results), num_refused=counts["refused"],
             num_wrong=len(results) - sum(counts.values()), steps=_steps(last.values()),
         ),
@@ -64,16 +70,17 @@ def table(rows: list[dict[str, Any]], coverage: list[dict[str, Any]]) -> str:
     for model in models:
         cells = [_cell(last.get((model, *column))) for column in columns]
         lines.append(f"| {model} | {' | '.join([*cells, *_times(timed.get(model))])} |")
-    return "\n".join([*lines, "", *_dominating(coverage), *_reasons(last.values())]) + "\n"
+    notes = [note, ""] if note else []
+    return "\n".join([*lines, "", *notes, *_dominating(coverage), *_reasons(last.values())]) + "\n"
 
 
-def _commands(columns: list[tuple[str, str]]) -> list[str]:
+def _commands(columns: list[tuple[str, str]], zoo: str) -> list[str]:
     """How the rows came about: a command for each mesh."""
     strategies: dict[str, list[str]] = {}
     for strategy, mesh in columns:
         strategies.setdefault(mesh, []).append(strategy)
     return [
-        f"    python -m benchmarks.zoo --zoo zoo.py --strategies {','.join(names)} --mesh {mesh} --json ROWS.json"
+        f"    python -m benchmarks.zoo --zoo {zoo} --strategies {','.join(names)} --mesh {mesh} --json ROWS.json"
         for mesh, names in strategies.items()
     ]
 
@@ -130,8 +137,11 @@ def _reasons(rows: Any) -> list[str]:
     for row in rows:
         if row["error"]:
             text = re.sub(r"\S*/site-packages/", "", " ".join(row["error"].partition(": ")[2].split()))
+            text = text.replace(f"{ROOT}/", "")
             reasons.setdefault((row["model"], text), []).append(row["strategy"])
-    return [f"* `{model}` ({', '.join(strategies)}): {text}" for (model, text), strategies in reasons.items()]
+    return [
+        f"* `{model}` ({', '.join(dict.fromkeys(strategies))}): {text}" for (model, text), strategies in reasons.items()
+    ]
 
 
 def main() -> None:
@@ -139,10 +149,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.models_table", description=__doc__, formatter_class=raw)
     parser.add_argument("--zoo-json", required=True, metavar="ROWS.json[,ROWS.json]")
     parser.add_argument("--coverage-json", type=Path, required=True, metavar="OUT.json")
+    parser.add_argument("--zoo", default="zoo.py", metavar="FILE.py", help="the registry that the rows are of")
+    parser.add_argument("--note", default="", metavar="TEXT", help="of which state of the code the rows are")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.md")
     arguments = parser.parse_args()
     rows = [row for path in arguments.zoo_json.split(",") for row in json.loads(Path(path).read_text())]
-    arguments.out.write_text(table(rows, json.loads(arguments.coverage_json.read_text())))
+    arguments.out.write_text(
+        table(rows, json.loads(arguments.coverage_json.read_text()), arguments.zoo, arguments.note)
+    )
 
 
 if __name__ == "__main__":

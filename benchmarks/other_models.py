@@ -92,11 +92,11 @@ def squared_sample(output: Any) -> Tensor:
 
 
 def ctc(output: Any) -> Tensor:
-    """The loss of a recogniser, which looks at its labels' values if it is to compute it."""
+    """The loss of a recogniser, which would look at its labels' values if it were to compute it."""
     rows, length, num_classes = output.logits.shape
     labels = (torch.arange(rows)[:, None] * 3 + torch.arange(5)) % (num_classes - 1) + 1
     scores = output.logits.log_softmax(-1).transpose(0, 1)
-    return F.ctc_loss(scores, labels, (length,) * rows, (5,) * rows)  # lengths in tensors would be read
+    return F.ctc_loss(scores, labels, (length,) * rows, (5,) * rows)
 
 
 _SEQ2SEQ = {
