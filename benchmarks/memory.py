@@ -66,7 +66,7 @@ class LoneRank(AllocationTracker):
     The results have the right shape, and values that ranks with the same tensors would get but for the factor of a sum,
     and zeros where this rank receives another number of rows than it sends.
     As with gloo, all but an all-reduce, which works on a copy, hold on to their input until they are waited for, and a
-    reduce-scatter sums a copy of it.
+    reduce-scatter sums a copy of it.  Results are contiguous, however the input lies.
     """
 
     def __init__(self) -> None:
@@ -84,11 +84,11 @@ class LoneRank(AllocationTracker):
         if kind == "all_to_all" and sum(args[1]) != operand.shape[0]:
             result = operand.new_zeros((sum(args[1]), *operand.shape[1:]))
         elif kind in ("all_reduce", "all_to_all"):
-            result = operand.clone()
+            result = operand.clone(memory_format=torch.contiguous_format)
         elif kind == "all_gather":
             result = torch.cat([operand] * args[1])
         else:
-            result = operand[: operand.shape[0] // args[2]].clone()
+            result = operand[: operand.shape[0] // args[2]].clone(memory_format=torch.contiguous_format)
         if kind != "all_reduce":
             held = (operand, operand.clone()) if kind == "reduce_scatter" else (operand,)
             self._register(held, counted=True)

@@ -120,6 +120,14 @@ def test_stand_ins_hold_what_gloo_holds() -> None:
         assert (tuple(total.shape), tracker.live_bytes) == ((8,), 128 + 32)
 
 
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter_tensor"])
+def test_stand_ins_give_contiguous_results(kind: str) -> None:
+    across = torch.zeros(4, 6).t()  # as the backward pass of a transposed product has it
+    arguments = ("sum", "axis") if kind == "all_reduce" else ("sum", 2, "axis")
+    with LoneRank():
+        assert getattr(torch.ops._c10d_functional, kind)(across, *arguments).is_contiguous()
+
+
 def test_benchmark_rows() -> None:
     entry = SimpleNamespace(
         name="small",
