@@ -62,9 +62,9 @@ def hugging_face(kind: str, **fields: Any) -> Call:
     return transformers.AutoModelForCausalLM.from_config(config), (), {"input_ids": ids, "labels": ids}
 
 
-def _gpt(dropout: float) -> Call:
+def _gpt(dropout: float, vocab: int = 512) -> Call:
     ids = torch.empty(16, 64, dtype=torch.long)
-    return TinyGpt(vocab=512, width=1024, heads=8, layers=LAYERS, seq=64, dropout=dropout), (ids, ids), {}
+    return TinyGpt(vocab=vocab, width=1024, heads=8, layers=LAYERS, seq=64, dropout=dropout), (ids, ids), {}
 
 
 _LLAMA = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -82,8 +82,12 @@ MODELS: dict[str, Callable[[], Call]] = {
 @functools.cache
 def graphs(name: str) -> tuple[JointGraph, JointGraph]:
     """The whole graph and the folded one."""
+    return traced(MODELS[name])
+
+
+def traced(build: Callable[[], Call]) -> tuple[JointGraph, JointGraph]:
     with torch.device("meta"):
-        model, args, kwargs = MODELS[name]()
+        model, args, kwargs = build()
     whole, folded = (replace_random_ops(normalise(trace(model, args, kwargs, fold=fold))) for fold in (False, True))
     assert folded.runs
     assert not whole.runs
@@ -131,6 +135,14 @@ def test_a_slow_network_is_nearly_as_slow_on_the_folded_graph(monkeypatch: pytes
     for strategy in STRATEGIES:
         plan = plan_named(strategy, folded, (2, 4), 4)
         check(*prices(whole, folded, plan, ((3, 4),), Cluster.parse("2x4 cpu @ 100mbit")), 0.01, 0.025)
+
+
+def test_what_links_do_ahead_of_the_ends_they_do_once() -> None:
+    """While a wide head computes, the layers beside it are gathered; those further in have no such help."""
+    whole, folded = traced(lambda: _gpt(0.0, vocab=16384))
+    for strategy, sizes, cluster in (("zero3", (2,), "2x1 cpu @ 100mbit"), ("fsdp+tp", (2, 4), "2x4 cpu @ 100mbit")):
+        plan = plan_named(strategy, folded, sizes, sizes[-1])
+        check(*prices(whole, folded, plan, even_splits(folded.runs), Cluster.parse(cluster)), 0.001, 0.025)
 
 
 @pytest.mark.parametrize("name", ["perceptron", "gpt with dropout", "llama"])
