@@ -14,7 +14,7 @@ from pathlib import Path
 from autopar.cluster import Cluster
 from autopar.devices import GIB
 from benchmarks.published_model import Sizes
-from benchmarks.published_rows import Run, cublas_bytes, number, whole
+from benchmarks.published_rows import Run, cublas_bytes, number, transformer_engine_bytes, whole
 
 _FAMILY = "golden"
 _KIND = "torch max allocated, bytes"
@@ -52,12 +52,15 @@ def read_golden_run(row: Mapping[str, str]) -> Run:
     cluster = Cluster.parse(f"1x{ranks} {family}")
     shards = data // _OPTIMIZER_INSTANCES if "multi_dist_optimizer_instances" in row["test"] else data
     recompute = row["recompute_granularity"] or "none"
+    workspace_bytes = cublas_bytes(cluster.device, "deterministic-mode" in flags)
+    if _has_transformer_engine(row):
+        workspace_bytes += transformer_engine_bytes(cluster.device)
     return Run(
         row["test"], _FAMILY, "", sizes, whole(row, "n_layers", 1), cluster, data, shards,
-        context, tensor, _zero_stage(flags), "sequence-parallel" in flags, micro_batch,
+        context, tensor, _zero_stage(flags), 1, "sequence-parallel" in flags, micro_batch,
         max(1, whole(row, "global_batch", 1) // (data * micro_batch)), "full" if recompute == "full" else "none",
         is_fused=True, has_gradient_buffer=True,
-        workspace_bytes=cublas_bytes(cluster.device, "deterministic-mode" in flags),
+        workspace_bytes=workspace_bytes,
         param_dtype="fp32" if row["dtype"] == "bf16" else "bf16",
         optimizer="adamw_fused" if row["dtype"] == "bf16" else "adamw_master", **measured,
     )  # fmt: skip
@@ -71,4 +74,8 @@ def _zero_stage(flags: list[str]) -> int:
 
 def _has_flash(row: Mapping[str, str]) -> bool:
     """Whether attention is one fused kernel: Transformer Engine's default, and not Megatron-LM's own layers'."""
-    return row["transformer_impl"] == "transformer_engine" and row["attention_backend"] != "unfused"
+    return _has_transformer_engine(row) and row["attention_backend"] != "unfused"
+
+
+def _has_transformer_engine(row: Mapping[str, str]) -> bool:
+    return row["transformer_impl"] == "transformer_engine"

@@ -7,10 +7,12 @@ from dataclasses import astuple, dataclass, replace
 
 import torch
 
-from autopar.cost_model.memory import FRAGMENTATION_SHARE
-from autopar.cost_model.simulate import simulate
+from autopar.cluster import axis_link
+from autopar.cost_model.collectives import collective_time
+from autopar.cost_model.memory import FRAGMENTATION_SHARE, at_rest
+from autopar.cost_model.simulate import optimizer_bytes, simulate
 from autopar.devices import GIB
-from autopar.graph import JointGraph
+from autopar.graph import InputKind, JointGraph
 from autopar.mesh import Mesh
 from autopar.normalise import normalise
 from autopar.passes.pipeline import parameter_uses, rewrite
@@ -100,7 +102,7 @@ def _heads(joint: JointGraph) -> tuple[FactorRef, ...]:
 def laid_out(run: Run) -> Run:
     """What a run's program depends on: runs that are equal in it share one."""
     return replace(
-        run, id="", family="", num_layers=0, cluster=None, accumulate=1, recomputed_share=1.0, is_fused=False,
+        run, id="", family="", num_layers=0, cluster=None, owners=1, accumulate=1, recomputed_share=1.0, is_fused=False,
         has_gradient_buffer=False, holds_gradients=False, workspace_bytes=0, optimizer="", step_s=None,
         memory_gib=None, memory_kind="",
     )  # fmt: skip
@@ -158,18 +160,42 @@ def predict(run: Run) -> Prediction:
         rest = replace(run, recompute="none", recomputed_share=1.0)
         return predict(replace(run, recomputed_share=1.0)).mixed(predict(rest), run.recomputed_share)
     few, more = (_simulated(run, depth) for depth in _DEPTHS)
-    return more.mixed(few, 1 + run.num_layers - _DEPTHS[1])
+    whole = more.mixed(few, 1 + run.num_layers - _DEPTHS[1])
+    return replace(whole, step_s=whole.step_s + _broadcasts_s(run)) if run.owners > 1 else whole
 
 
 def _simulated(run: Run, num_layers: int) -> Prediction:
     assert run.cluster is not None
+    program = program_of(laid_out(run), num_layers)
     simulation = simulate(
-        program_of(laid_out(run), num_layers), run.cluster, run.optimizer, fused=run.is_fused,
-        accumulate=run.accumulate, defer=run.zero < 2,
-    )  # fmt: skip
-    memory = simulation.memory
+        program, run.cluster, run.optimizer, fused=run.is_fused, accumulate=run.accumulate, defer=run.zero < 2
+    )
+    memory, rest = simulation.memory, at_rest(program, run.optimizer)
     cached = FRAGMENTATION_SHARE * (memory.activations + memory.temporaries)
     whole_bytes = memory.params * (run.shards * run.context if run.zero else 1)
     held_bytes = whole_bytes * run.has_gradient_buffer + memory.params * run.holds_gradients
     allocated = memory.total - memory.reserve + max(0, held_bytes - memory.grads) + run.workspace_bytes
-    return Prediction(simulation.step_time_s, allocated, cached, memory.reserve - cached)
+    others = 1 - 1 / run.owners  # the share of the optimizer's work and state that other ranks have
+    spared_s = others * optimizer_bytes(rest) / run.cluster.device.memory_bandwidth_bytes_s
+    return Prediction(
+        simulation.step_time_s - spared_s, allocated - others * memory.optimizer, cached, memory.reserve - cached
+    )
+
+
+def _broadcasts_s(run: Run) -> float:
+    """Seconds in which owners send their tensors to the others, one after another; nothing runs beside it.
+
+    A broadcast goes round a ring as a gather of as many bytes does.
+    """
+    assert run.cluster is not None
+    few, more = (_parameters(program_of(laid_out(run), depth)) for depth in _DEPTHS)
+    count, num_bytes = (a + (run.num_layers - _DEPTHS[0]) * (b - a) for a, b in zip(few, more, strict=True))
+    senders = min(run.owners, count)
+    mesh = Mesh(("dp", "owners", "inner"), (run.data // run.owners, run.owners, run.context * run.tensor))
+    link = axis_link(run.cluster, mesh, "owners")
+    return senders * collective_time("all_gather", run.owners, num_bytes // senders, link)
+
+
+def _parameters(program: LocalProgram) -> tuple[int, int]:
+    """How many parameters one rank has, and their bytes."""
+    return sum(spec.kind is InputKind.PARAM for spec in program.forward.inputs), at_rest(program).params

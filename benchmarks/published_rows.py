@@ -39,6 +39,8 @@ class Run:
         cluster: what it ran on.
         data, context, tensor: ranks along each axis; `shards` of the data axis hold one copy of what is sharded.
         zero: ZeRO stage: 0 to 3.
+        owners: ranks among which parameters and their optimizer state are dealt as whole tensors: each steps its own
+            and then sends them to the others.  Gradients are reduced whole, as with stage 0.
         has_sequence_parallel: whether tensor parallelism cuts the sequence between the blocks' cut parts.
         micro_batch: sequences of one rank and micro-step.
         accumulate: micro-steps of one optimizer step.
@@ -47,7 +49,7 @@ class Run:
         has_gradient_buffer: whether whole gradients have a place of their own throughout, as in the buckets of
             PyTorch's `DistributedDataParallel` and in Megatron-LM.
         holds_gradients: whether what was measured is one micro-step of several, so that gradients are there throughout.
-        workspace_bytes: what cuBLAS takes from PyTorch's allocator.
+        workspace_bytes: what cuBLAS takes from PyTorch's allocator, for PyTorch and for Transformer Engine.
         param_dtype: dtype in which parameters rest and gradients are summed.
         optimizer: a name in `autopar.cost_model.optimizers.OPTIMIZERS`.
         step_s, memory_gib, memory_kind: what was measured; None where it was not.
@@ -65,6 +67,7 @@ class Run:
     context: int = 1
     tensor: int = 1
     zero: int = 0
+    owners: int = 1
     has_sequence_parallel: bool = False
     micro_batch: int = 1
     accumulate: int = 1
@@ -100,14 +103,16 @@ def read_run(row: Mapping[str, str]) -> Run:
     ranks, tensor, context = (whole(row, key, 1) for key in ("num_gpus", "tp", "cp"))
     data = ranks // (tensor * context)
     zero = _zero_stage(row)
-    shards = min(whole(row, "fsdp_size", data), data)
+    shards, owners = min(whole(row, "fsdp_size", data), data), 1
+    if zero == 1 and _deals_tensors(row):
+        zero, shards, owners = 0, 1, shards
     seq = whole(row, "seq_len", 2048)
     micro_batch, accumulate = _batches(row, data, seq)
     recompute, share = _recompute(row)
     cluster = _cluster(row)
     return Run(
         name, family, "", _sizes(row, seq), whole(row, "n_layers", 1), cluster, data, shards, context, tensor,
-        zero, _flag(row, "sequence_parallel"), micro_batch, accumulate, recompute, share, _is_fused(row),
+        zero, owners, _flag(row, "sequence_parallel"), micro_batch, accumulate, recompute, share, _is_fused(row),
         zero < 2 and data > 1 and row["compile"] in ("", "0", "1"),
         "micro-step" in row.get("notes", ""),
         cublas_bytes(cluster.device),
@@ -185,6 +190,12 @@ def _is_megatron(row: Mapping[str, str]) -> bool:
     return bool(re.search(r"dist-opt|megatron|3d\(", row["strategy"].lower()))
 
 
+def _deals_tensors(row: Mapping[str, str]) -> bool:
+    """Whether a row runs on InternEvo, whose ZeRO-1 gives each tensor one owner, reduces gradients whole, and
+    broadcasts each owner's tensors after the step (`internlm/solver/optimizer/hybrid_zero_optim.py`)."""
+    return "internevo" in row.get("source", "").lower()
+
+
 def _at_rest(row: Mapping[str, str]) -> tuple[str, str]:
     """Dtype in which parameters rest, and the optimizer.
 
@@ -217,6 +228,12 @@ def cublas_bytes(device: Device, is_deterministic: bool = False) -> int:
     """
     is_large = device.has_async_tensor_cores or is_deterministic
     return 2 * (32 * 2**20 if is_large else 2 * 4 * 2**20 + 8 * 2**14)
+
+
+def transformer_engine_bytes(device: Device) -> int:
+    """The workspace that Transformer Engine gives its own calls of cuBLAS, one for both passes
+    (`get_cublas_workspace_size_bytes` in `transformer_engine/pytorch/cpp_extensions/gemm.py`)."""
+    return (32 if device.has_async_tensor_cores else 4) * 2**20
 
 
 def _has_flash(row: Mapping[str, str]) -> bool:

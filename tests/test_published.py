@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, axis_link
+from autopar.cost_model.collectives import collective_time
+from autopar.cost_model.memory import at_rest
+from autopar.cost_model.simulate import optimizer_bytes, simulate
+from autopar.mesh import Mesh
 from benchmarks import published
 from benchmarks.published_golden import read_golden
 from benchmarks.published_model import Sizes
-from benchmarks.published_price import predict
+from benchmarks.published_price import laid_out, predict, program_of
 from benchmarks.published_roofline import step_flops
 from benchmarks.published_rows import Run, flash_generation, network_gbit, read_runs
 
@@ -24,7 +28,7 @@ ROW = {
     "seq_len": "128", "micro_batch_per_gpu": "2", "grad_accum": "3", "global_batch": "48", "dtype": "bf16",
     "strategy": "hybrid-zero1", "fsdp_size": "4", "tp": "2", "pp": "1", "cp": "1", "sequence_parallel": "1",
     "activation_ckpt": "full", "compile": "0", "fp8": "0", "step_time_s": "1.5", "peak_mem_GiB": "30",
-    "mem_kind": "torch max allocated, GB (1e9) as printed", "notes": "",
+    "mem_kind": "torch max allocated, GB (1e9) as printed", "notes": "", "source": "",
 }  # fmt: skip
 
 
@@ -50,6 +54,26 @@ def test_a_row_says_model_cluster_and_strategy(tmp_path: Path) -> None:
     assert (run.model.vocab, run.model.kv_heads, run.model.is_gated) == (1002, 2, True)  # padded to the tensor ranks
     assert str(run.cluster) == "2×8 A100-80GB (nccl)"
     assert run.memory_gib == pytest.approx(30e9 / 2**30)
+
+
+def test_whole_tensors_may_have_one_owner_each(tmp_path: Path) -> None:
+    run = read_one(tmp_path, source="github:InternLM/InternEvo@c628a8c874:doc/en/train_performance.md")
+    assert (run.data, run.shards, run.owners, run.zero) == (8, 1, 4, 0)
+    assert read_one(tmp_path, source="github:InternLM/InternEvo", strategy="fsdp_full", fsdp_size="").owners == 1
+
+
+def test_owners_step_their_share_and_send_it_to_the_others() -> None:
+    sizes = Sizes(64, 4, 4, 256, 512, 32, is_gated=False, is_tied=True)
+    cluster = Cluster.parse("2x4 A100-80GB")
+    alone = Run("r", "f", model=sizes, num_layers=2, cluster=cluster, data=8, optimizer="adamw_master")
+    first, second = predict(alone), predict(replace(alone, owners=8))
+    program = program_of(laid_out(alone), 2)
+    rest, held_bytes = at_rest(program, "adamw_master"), simulate(program, cluster, "adamw_master").memory.optimizer
+    assert first.allocated_bytes - second.allocated_bytes == pytest.approx(7 / 8 * held_bytes, rel=1e-9)
+    spared_s = 7 / 8 * optimizer_bytes(rest) / cluster.device.memory_bandwidth_bytes_s
+    assert len(program.forward.inputs) > 8  # so that every owner has something to send
+    sent_s = 8 * collective_time("all_gather", 8, rest.params // 8, axis_link(cluster, Mesh(("dp",), (8,)), "dp"))
+    assert second.step_s - first.step_s == pytest.approx(sent_s - spared_s, rel=1e-9)
 
 
 def test_empty_fields_take_the_usual_values(tmp_path: Path) -> None:
@@ -114,6 +138,7 @@ def test_golden_rows(tmp_path: Path) -> None:
     assert (whole.data, whole.accumulate, whole.zero, whole.recompute) == (4, 2, 1, "full")
     assert whole.has_sequence_parallel
     assert not whole.model.is_flash
+    assert whole.workspace_bytes == (2 * (2 * 4 * 2**20 + 8 * 2**14)) + 4 * 2**20  # PyTorch's, Transformer Engine's
     assert whole.memory_gib == 2
     assert piped.skipped == "pipeline parallelism"
     changes = {"test": "t_multi_dist_optimizer_instances", "flags": "qk-layernorm", "attention_backend": ""}
