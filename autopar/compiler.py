@@ -45,9 +45,9 @@ from autopar.whole_plan import Sample, Split, even_splits, stand_ins, whole_plan
 NUM_LOOKS = 3
 """How many plans are looked at closely, the fastest first, before one is taken."""
 
-NEAR = 0.01
-"""Up to such a part of the budget the peak of some units may be from it for all to be looked at; theirs is within half
-a percent of that (`tests/test_folded.py`)."""
+NEAR = 0.004
+"""Up to such a part of the budget the peak of some units may be from it for all to be looked at; theirs is within 0.3%
+of that (`tests/test_folded.py`)."""
 
 
 @dataclass
