@@ -216,7 +216,7 @@ class Compiler:
         seen = look(joint, best, best.simulation.memory.total)  # to the byte: it may be said to be a budget that works
         if seen.priced.simulation.memory.total <= budget:
             return self._report(seen, [p for p in priced if p is not best], budget)
-        raise self._infeasible(seen, [seen.priced, *(p for p in priced if p is not best)], budget)
+        raise self._infeasible(seen, [seen.priced if p is best else p for p in priced], budget)
 
     def _as_searched(self, joint: JointGraph, priced: Priced, budget: int = 0) -> _Seen:
         plan = whole_plan(priced.plan, joint.runs, priced.splits)

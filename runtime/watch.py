@@ -51,6 +51,8 @@ class Watch:
         self._suspected_at: tuple[int, str] | None = None
         self._asked_s: float | None = None
         self._awake, self._closed, self._pid = threading.Event(), threading.Event(), os.getpid()
+        with suppress(RuntimeError):  # the thread meets it again
+            board.write(self._mine)  # now, so that a rank that dies at once has been heard of
         self._thread = threading.Thread(target=self._run, name="autopar-watch", daemon=True)
         self._thread.start()
         threading.Thread(target=self._guard, name="autopar-watch-guard", daemon=True).start()
