@@ -19,13 +19,28 @@ aten = torch.ops.aten
 
 
 def _multiply(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """The definition of `grouped_mm`, in any dtype; it reads the values of `ends`."""
+    """Grouped products of one block of rows, by PyTorch's kernel where it has one."""
+    if a.is_cuda and a.dtype == torch.bfloat16 and _is_aligned(a) and _is_aligned(b):
+        return torch.nn.functional.grouped_mm(a, b, offs=ends.to(torch.int32))
+    return _define(a, b, ends)
+
+
+def _define(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """The same in any dtype; it reads the values of `ends`."""
     bounds = [0, *ends.tolist()]
     spans = list(itertools.pairwise(bounds))
     if b.dim() == 2:
         return torch.stack([a[:, start:end] @ b[start:end] for start, end in spans])
     products = [a[start:end] @ matrix for (start, end), matrix in zip(spans, b, strict=True)]
     return torch.cat([*products, a.new_zeros(a.shape[0] - bounds[-1], b.shape[-1])])
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Whether PyTorch's kernel takes it: dense along one of the last two dims, steps along others of whole 16 bytes."""
+    strides = sorted(matrix.stride()[-2:])
+    steps = [*matrix.stride()[:-2], strides[1]]
+    whole = all(step * matrix.element_size() % 16 == 0 for step in steps)
+    return strides[0] == 1 and whole and matrix.data_ptr() % 16 == 0
 
 
 @torch.library.custom_op("autopar::grouped_mm", mutates_args=())
@@ -35,28 +50,27 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     Args:
         a: (rows, k), or (m, rows).
         b: (groups, k, n), or (rows, n).
-        ends: (groups,) integers: where each group's rows end; they begin at the end of the group before.
+        ends: (groups,) integers: where each group's rows end; they begin at the end of the group before.  Or (blocks,
+            groups): the rows are as many blocks of one length, and the ends count from each block's first row.
 
     Returns:
-        (rows, n), where rows after the last group are undefined; or (groups, m, n).
+        (rows, n), where rows after a block's last group are undefined; or (groups, m, n).
     """
-    if a.is_cuda and a.dtype == torch.bfloat16 and _is_aligned(a) and _is_aligned(b):
-        return torch.nn.functional.grouped_mm(a, b, offs=ends.to(torch.int32))
-    return _multiply(a, b, ends)
+    if ends.dim() == 1:
+        return _multiply(a, b, ends)
+    contracted, num_blocks = b.dim() == 2, len(ends)
+    left = a.tensor_split(num_blocks, dim=int(contracted))
+    right = b.tensor_split(num_blocks) if contracted else [b] * num_blocks
+    products = [_multiply(*block) for block in zip(left, right, ends, strict=True)]
+    if num_blocks == 1:
+        return products[0]
+    return torch.stack(products).sum(0) if contracted else torch.cat(products)
 
 
 @grouped_mm.register_fake
 def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    rows = a.shape[:1] if b.dim() == 3 else (ends.shape[0], a.shape[0])
+    rows = a.shape[:1] if b.dim() == 3 else (ends.shape[-1], a.shape[0])
     return a.new_empty((*rows, b.shape[-1]))
-
-
-def _is_aligned(matrix: Tensor) -> bool:
-    """Whether PyTorch's kernel takes it: dense along one of the last two dims, steps along others of whole 16 bytes."""
-    strides = sorted(matrix.stride()[-2:])
-    steps = [*matrix.stride()[:-2], strides[1]]
-    whole = all(step * matrix.element_size() % 16 == 0 for step in steps)
-    return strides[0] == 1 and whole and matrix.data_ptr() % 16 == 0
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -80,12 +94,20 @@ grouped_mm.register_autograd(_backward, setup_context=_keep)
 
 @derives(torch.ops.autopar.grouped_mm)
 def grouped_product(call: Call) -> OpRule:
-    """Rows may be cut: each rank's groups end where the whole's do, within its rows (the rewrite shifts the ends)."""
-    contracted = len(call.shape("b")) == 2
-    a, b = (("m",), ("s",)) if contracted else (("s",), ("k",)), (("g",), ("k",), ("n",))
-    result = (("g",), ("m",), ("n",)) if contracted else (("s",), ("n",))
-    inputs: dict[str, Any] = {"a": a, "b": (("s",), ("n",)) if contracted else b, "ends": (("g",),)}
-    return build(call, inputs, [result], whole=["g"], groups={"s": "ends"}, linear=[["a"], ["b"]])
+    """Rows may be cut: each rank's groups end where the whole's do, within its rows (the rewrite shifts the ends).
+
+    Of rows in blocks the blocks may be cut, and nothing needs to be shifted.
+    """
+    contracted, in_blocks = len(call.shape("b")) == 2, len(call.shape("ends")) == 2
+    rows = ("s", "p") if in_blocks else ("s",)
+    result = (("g",), ("m",), ("n",)) if contracted else (rows, ("n",))
+    inputs: dict[str, Any] = {
+        "a": (("m",), rows) if contracted else (rows, ("k",)),
+        "b": (rows, ("n",)) if contracted else (("g",), ("k",), ("n",)),
+        "ends": (("s",), ("g",)) if in_blocks else (("g",),),
+    }
+    groups = {} if in_blocks else {"s": "ends"}
+    return build(call, inputs, [result], whole=["g", "p"], groups=groups, linear=[["a"], ["b"]])
 
 
 # --------------------------------------------------------------------------------------------------- ops of libraries

@@ -19,17 +19,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar import batch_norm, composites
 from autopar._compat import OpOverload, core_decompositions, detect_fake_mode, tree_leaves
 from autopar.graph import JointGraph
+from autopar.row_order import sort_within_rows
 
 aten = torch.ops.aten
 
 
 def normalise(joint: JointGraph) -> JointGraph:
-    """Run every pass of `PASSES` on the graph, in place.
+    """Run every pass of `PASSES` on the graph, in place, and sort within each row of the batch where that may be.
 
     The passes keep results up to rounding, and every node's `"val"`, `"module"` and `"backward"`.
     """
     for graph_pass in PASSES:
         graph_pass(joint.module.graph)
+    sort_within_rows(joint)
     joint.module.graph.lint()
     joint.module.recompile()
     return joint

@@ -237,6 +237,7 @@ def _deriver(op: object) -> Deriver | None:
         rules_image,
         rules_scatter,
         rules_view,
+        sorted_rows,
     )
 
     if not isinstance(op, OpOverload):

@@ -123,7 +123,10 @@ def _node_bytes(node: fx.Node, layouts: Layouts | None) -> int:
 
 def moved_parts(node: fx.Node) -> tuple[int, list[fx.Node]]:
     """How often a node moves its own result, and the inputs that it reads besides."""
-    return (2, node.all_input_nodes[1:]) if op_name(node) in _LOOKUPS else (1, node.all_input_nodes)
+    if op_name(node) in _LOOKUPS:
+        return 2, node.all_input_nodes[1:]
+    # What is summed into is filled with zeros first.
+    return (2 if op_name(node) == "autopar::put_rows" and node.args[2] != 1 else 1), node.all_input_nodes
 
 
 def op_time(
@@ -158,6 +161,8 @@ def compute_time(node: fx.Node, device: Device, allow_tf32: bool = False) -> flo
     rate = matmul_rate(node, allow_tf32)
     if name in _CONTRACTIONS:
         return matmul_time(*_contraction_shape(node, _CONTRACTIONS[name]), rate, device)
+    if name == "autopar::grouped_mm":
+        return matmul_time(*_grouped_shape(node), rate, device)
     if name in _ATTENTION_BACKWARD or name in _ATTENTION_FORWARD:
         is_backward = name in _ATTENTION_BACKWARD
         query = _value(node, int(is_backward))
@@ -190,7 +195,7 @@ _MAYBE_COPYING_OPS = {"aten::reshape", "aten::contiguous", "aten::to", "aten::fl
 
 _ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 
-_LOOKUPS = {"aten::embedding", "aten::index_select", "aten::gather", "aten::index"}
+_LOOKUPS = {"aten::embedding", "aten::index_select", "aten::gather", "aten::index", "autopar::take_rows"}
 
 _RATES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
@@ -252,6 +257,16 @@ def _contraction_shape(node: fx.Node, left: int) -> tuple[int, int, int, int, in
 def _grouped_product(node: fx.Node, dims: Dims) -> Terms:
     """Each row meets its group's matrix, or each pair of columns meets in its group's rows."""
     return [(2, (*dims(_operand(node, 0)), dims(node)[-1]))]
+
+
+def _grouped_shape(node: fx.Node) -> tuple[int, int, int, int, int]:
+    """As `_contraction_shape`, for groups of one size: what they will be is known only while running."""
+    left, right, ends = (_value(node, i) for i in range(3))
+    groups = int(ends.numel())
+    m, k, n = int(left.shape[0]), int(left.shape[1]), int(right.shape[-1])
+    if right.dim() == 2:
+        return groups, m, n, -(-k // groups), left.element_size()
+    return groups, -(-m // groups), n, k, left.element_size()
 
 
 def _convolution(node: fx.Node, dims: Dims) -> Terms:

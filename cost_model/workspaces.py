@@ -112,6 +112,11 @@ def _uniform(result: Any, args: list[Any]) -> int:
     return int(8 * (2 * hashed + 3 * sum(shape)))
 
 
+def _moved_rows(result: Any, args: list[Any]) -> int:
+    """Which row of the table each sorted row belongs to: of the order divided, and of all blocks in one."""
+    return 2 * tensor_bytes(args[1])
+
+
 def _attention_backward(result: Any, args: list[Any]) -> int:
     """Fused attention's backward sums the gradient of a 16-bit query in float32."""
     query = args[1]
@@ -169,6 +174,7 @@ _FUSED_BACKWARD = tuple(
 
 _RULES: dict[str, _Rule] = {
     "autopar::uniform": _uniform,
+    **dict.fromkeys(("autopar::take_rows", "autopar::put_rows"), _moved_rows),
     "aten::roll": _roll,
     "aten::_safe_softmax": _safe_softmax,
     **dict.fromkeys(_FUSED_BACKWARD, _attention_backward),

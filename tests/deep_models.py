@@ -63,6 +63,16 @@ def mixtral() -> nn.Module:
     )  # fmt: skip
 
 
+def sorted_experts() -> nn.Module:
+    """Experts by grouped products; the first layer has none."""
+    latent = {"q_lora_rank": 6, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    return hugging_face(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", **(DECODER | latent | {"num_key_value_heads": 2}),
+        num_hidden_layers=7, first_k_dense_replace=1, n_routed_experts=6, n_group=2, topk_group=1,
+        num_experts_per_tok=2, moe_intermediate_size=4, experts_implementation="grouped_mm",
+    )  # fmt: skip
+
+
 def alternating_experts() -> nn.Module:
     """Every other layer has experts."""
     return hugging_face(
@@ -295,6 +305,7 @@ FOLDED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Call], list[tuple[
     "gemma3": (gemma3, tokens_call, [(5, 2)]),
     "qwen3": (qwen3, tokens_call, [(6, 1)]),
     "mixtral": (mixtral, tokens_call, [(6, 1)]),
+    "sorted_experts": (sorted_experts, tokens_call, [(6, 1)]),
     "alternating_experts": (alternating_experts, tokens_call, [(5, 2)]),
     "t5": (t5, tokens_call, [(5, 1), (6, 1)]),
     "bert": (bert, tokens_call, [(6, 1)]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from rule_cases import Case, Random, case, f, i, whole, zeros
 
-from autopar import grouped  # noqa: F401  (registers an op and its rule)
+from autopar import grouped, sorted_rows  # noqa: F401  (registers ops and their rules)
 
 aten = torch.ops.aten
 C128 = torch.complex128
@@ -21,7 +21,26 @@ def ends(*positions: int) -> torch.Tensor:
     return torch.tensor(positions, dtype=torch.int32)
 
 
+def orders(blocks: int, length: int) -> torch.Tensor:
+    """For each block a permutation."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.stack([torch.randperm(length, generator=generator) for _ in range(blocks)])
+
+
+def block_ends(blocks: int, *positions: int) -> torch.Tensor:
+    """Where groups of rows end in each block: in every other one elsewhere."""
+    other = [max(0, p - 1) for p in positions]
+    return torch.tensor([other if i % 2 else positions for i in range(blocks)], dtype=torch.int32)
+
+
 SCATTERS: list[Case] = [
+    case(torch.ops.autopar.grouped_mm.default, f(36, 6), f(4, 6, 2), block_ends(12, 1, 1, 2, 3)),
+    case(torch.ops.autopar.grouped_mm.default, f(2, 30), f(30, 6), block_ends(6, 1, 4, 5)),
+    case(torch.ops.autopar.take_rows.default, f(24, 6), orders(12, 4), 2),
+    case(torch.ops.autopar.take_rows.default, f(30), orders(6, 5), 1),
+    case(torch.ops.autopar.put_rows.default, f(48, 6), orders(12, 4), 2),
+    case(torch.ops.autopar.put_rows.default, f(30, 2, 3), orders(6, 5), 1),
+    case(torch.ops.autopar.group_ends.default, i(6, 5, below=4).make(torch.Generator()).sort(1)[0], 4),
     case(torch.ops.autopar.grouped_mm.default, f(12, 6), f(4, 6, 2), ends(3, 3, 7, 12)),
     case(torch.ops.autopar.grouped_mm.default, f(6, 2), f(3, 2, 6), ends(0, 6, 6)),
     case(torch.ops.autopar.grouped_mm.default, f(2, 12), f(12, 6), ends(3, 3, 7, 12)),

@@ -1,0 +1,108 @@
+"""Rows in the order of a sort within each block: reading them, writing them back, and where their groups end.
+
+A block is so many consecutive rows, which are sorted among themselves.  An order has a row of positions for each block,
+so that the blocks may be cut, as a batch is, without a rank knowing of another's rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autopar.rules import Call, Dims, OpRule, build, derives
+from autopar.rules_view import names
+
+
+def _sources(order: Tensor, copies: int) -> Tensor:
+    """The row of the table that each sorted row belongs to."""
+    num_blocks, length = order.shape
+    starts = torch.arange(num_blocks, device=order.device).unsqueeze(1) * (length // copies)
+    return (order // copies + starts).flatten()
+
+
+@torch.library.custom_op("autopar::take_rows", mutates_args=())
+def take_rows(table: Tensor, order: Tensor, copies: int) -> Tensor:
+    """Rows of a table in the order of a sort.
+
+    Args:
+        table: (blocks * length / copies, ...); each row stands for `copies` rows that were sorted.
+        order: (blocks, length) integers: which of its block's rows comes where.
+        copies: how many consecutive sorted rows one row of the table stands for.
+
+    Returns:
+        (blocks * length, ...)
+    """
+    return table.index_select(0, _sources(order, copies))
+
+
+@take_rows.register_fake
+def _(table: Tensor, order: Tensor, copies: int) -> Tensor:
+    return table.new_empty((order.numel(), *table.shape[1:]))
+
+
+@torch.library.custom_op("autopar::put_rows", mutates_args=())
+def put_rows(rows: Tensor, order: Tensor, copies: int) -> Tensor:
+    """Rows in the order of a sort back where they came from, those of one place summed: `take_rows` transposed.
+
+    Args:
+        rows: (blocks * length, ...) in the order of the sort.
+        order: (blocks, length) integers, as for `take_rows`.
+        copies: how many consecutive rows go to one place.
+
+    Returns:
+        (blocks * length / copies, ...)
+    """
+    shape = (order.numel() // copies, *rows.shape[1:])
+    # Every place is written once, or what is there is summed in an order that does not change from run to run.
+    into = rows.new_empty(shape) if copies == 1 else rows.new_zeros(shape)
+    return into.index_put_((_sources(order, copies),), rows, accumulate=copies > 1)
+
+
+@put_rows.register_fake
+def _(rows: Tensor, order: Tensor, copies: int) -> Tensor:
+    return rows.new_empty((order.numel() // copies, *rows.shape[1:]))
+
+
+@torch.library.custom_op("autopar::group_ends", mutates_args=())
+def group_ends(ids: Tensor, num_groups: int) -> Tensor:
+    """Where each block's groups end.
+
+    Args:
+        ids: (blocks, length) integers, ascending in each block: the group of each row.
+        num_groups: how many groups there are; ids run from 0.
+
+    Returns:
+        (blocks, num_groups) int32, as `autopar.grouped.grouped_mm` takes them.
+    """
+    groups = torch.arange(num_groups, dtype=ids.dtype, device=ids.device).repeat(ids.shape[0], 1)
+    return torch.searchsorted(ids.contiguous(), groups, right=True, out_int32=True)
+
+
+@group_ends.register_fake
+def _(ids: Tensor, num_groups: int) -> Tensor:
+    return ids.new_empty((ids.shape[0], num_groups), dtype=torch.int32)
+
+
+@derives(torch.ops.autopar.take_rows)
+def taken(call: Call) -> OpRule:
+    """Blocks may be cut, and what a row consists of."""
+    return _moved(call, "table", before=("b", "t"), after=("b", "p"))
+
+
+@derives(torch.ops.autopar.put_rows)
+def put(call: Call) -> OpRule:
+    """As `taken`, the other way."""
+    return _moved(call, "rows", before=("b", "p"), after=("b", "t"))
+
+
+def _moved(call: Call, name: str, before: tuple[str, ...], after: tuple[str, ...]) -> OpRule:
+    rest: Dims = tuple((f,) for f in names(len(call.out_shape) - 1))
+    # Positions of the order have a factor of their own: they are whole wherever a sort finds them.
+    inputs: dict[str, Dims | list[Dims]] = {name: (before, *rest), "order": (("b",), ("s",))}
+    return build(call, inputs, [(after, *rest)], whole=["t", "p", "s"], linear=[[name]])
+
+
+@derives(torch.ops.autopar.group_ends)
+def ends_of_groups(call: Call) -> OpRule:
+    """Blocks may be cut."""
+    return build(call, {"ids": (("b",), ("s",))}, [(("b",), ("g",))], whole=["s", "g"])
