@@ -13,6 +13,7 @@ from autopar.passes.coalesce import coalesce
 from autopar.passes.decide import assign
 from autopar.passes.localise import localise
 from autopar.passes.lower import lower_reshards
+from autopar.passes.merge_blocks import merge_blocks
 from autopar.passes.partition import partition
 from autopar.passes.propagate import Assignment
 from autopar.passes.regather import regather
@@ -68,6 +69,7 @@ def _lowering(joint: JointGraph, plan: Plan) -> _Passes:
     """From reshards in the global view to one rank's ops."""
     return [
         ("insert_reshards", lambda m: m),
+        ("merge_blocks", lambda m: merge_blocks(m, plan.mesh)),
         ("cast_early", cast_early),
         ("remat", lambda m: remat(m, joint.inputs, plan)),
         ("regather", lambda m: regather(m, joint.inputs, plan)),

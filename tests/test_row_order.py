@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from test_parallelize import mine, whole
 from torch import Tensor, fx, nn
 
 import autopar
+from autopar.program import LocalProgram
 from autopar.row_order import rows_through
 from autopar.rules import rule_for, tensor_inputs
 
@@ -208,6 +210,29 @@ def test_under_data_parallelism_only_gradients_and_the_loss_travel() -> None:
         str(node.target) for graph in program.graphs for node in graph.module.graph.nodes if "_c10d" in str(node.target)
     }
     assert not any("gather" in kind or "all_to_all" in kind for kind in kinds), kinds
+
+
+def ends_read(program: LocalProgram) -> set[tuple[int, ...]]:
+    """The shapes of one rank's ends of groups, (blocks, groups), as its products read them."""
+    found = [n for graph in program.graphs for n in graph.module.graph.nodes if n.target is ours.grouped_mm.default]
+    return {tuple(node.args[2].meta["val"].shape) for node in found}
+
+
+@pytest.mark.parametrize(("strategy", "sizes"), [("ddp", (4,)), ("zero3", (2, 2)), ("tp", (2,)), ("fsdp+tp", (2, 2))])
+def test_what_no_rank_parts_is_sorted_at_once(strategy: str, sizes: tuple[int, ...]) -> None:
+    one = subject(Mixture(), torch.randn(8, 5, 8))
+    assert ends_read(one.program(one.plan(strategy, *sizes))) == {(1, NUM_EXPERTS)}
+
+
+def test_blocks_are_as_fine_as_the_finest_cut() -> None:
+    """Rows are read along the batch cut by both axes, and gathered along one of them for products cut by widths."""
+    one = subject(Mixture(), torch.randn(8, 5, 8))
+    plan = one.plan("fsdp+tp", 2, 2)
+    plan = replace(plan, factors=(plan.factors[0], (*plan.factors[1], *plan.factors[0])))
+    program = one.program(plan)
+    assert ends_read(program) == {(2, NUM_EXPERTS)}
+    report = one.compare(program, plan, num_steps=2)
+    assert report.ok, str(report)
 
 
 # ---- what depends on the order
