@@ -5,6 +5,7 @@ Preserves numerics exactly: shapes are still global, and a reshard of a global v
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch import fx
 from autopar._compat import LazyGraphModule, QuickGraph
 from autopar.factors import analyse, source_of
 from autopar.graph import JointGraph, OutputKind, add_call, copy_node
-from autopar.passes.propagate import Assignment, batch_dim, batch_factor
+from autopar.passes.propagate import Assignment, batch_dim, batch_factor, resting_gradients
 from autopar.placement import Partial, Replicate, Sharding, describe_sharding, is_sharded, meta_value
 from autopar.plan import Plan
-from autopar.rules import is_look, is_tensor_node, tensor_inputs
+from autopar.rules import is_look, is_look_or_cast, is_tensor_node, tensor_inputs
 
 
 def reshard(value: torch.Tensor, source: str, target: str) -> torch.Tensor:
@@ -60,9 +61,7 @@ class _Insertion:
 
     def run(self) -> fx.GraphModule:
         complete = self._gradients_to_reduce()
-        for node in self.joint.module.graph.nodes:
-            if node.op == "output":
-                break
+        for node in self._in_order():
             self.copies[node] = self._copy(node)
             if node in complete:
                 self._reshard(node, complete[node], node)
@@ -70,6 +69,47 @@ class _Insertion:
         values = tuple(None if n is None or s is None else self._reshard(n, s, n) for n, s in wanted)
         self.graph.output(values)
         return LazyGraphModule(self.joint.module, self.graph)
+
+    def _in_order(self) -> Iterator[fx.Node]:
+        """All nodes but the output, each after what it reads.
+
+        Tracing casts all parameters before the layers run, and all gradients after them.  There, every parameter would
+        be gathered before the first layer, and every gradient wait for all others: what a parameter goes through comes
+        just before its first reader, what a gradient goes through on its way to rest when it can.
+        """
+        late, early = self._looks_at_parameters(), self._rests_of_gradients()
+        done: set[fx.Node] = set()
+        pending = [node for node in reversed(self.joint.module.graph.nodes) if node.op != "output"]
+        while pending or late:
+            if not pending or (pending[-1].op == "call_function" and pending[-1].meta["backward"]):
+                pending += reversed(late)  # what the forward pass does not read
+                late = {}
+            node = pending.pop()
+            if node in done or node in late:
+                continue
+            if missing := [used for used in node.all_input_nodes if used not in done]:
+                late = {look: None for look in late if look not in missing}
+                pending += [node, *missing]
+                continue
+            done.add(node)
+            yield node
+            pending += [n for n in node.users if n in early and done.issuperset(n.all_input_nodes)]
+
+    def _looks_at_parameters(self) -> dict[fx.Node, None]:
+        """Casts and views of parameters in the forward pass, in the graph's order."""
+        found: dict[fx.Node, None] = {}
+        parameters = set(self.joint.param_nodes().values())
+        for node in self.joint.module.graph.nodes:
+            looks = is_look_or_cast(node) and not node.meta["backward"]
+            if looks and all(used in parameters or used in found for used in node.all_input_nodes):
+                found[node] = None
+        return found
+
+    def _rests_of_gradients(self) -> set[fx.Node]:
+        """What makes of complete gradients those that rest; none if the plan delays their reduction anyway."""
+        resting = set() if self.plan.delay_reduction else resting_gradients(self.joint)
+        sums = torch.ops.aten.add.Tensor
+        return {n for n in resting if n.meta["backward"] and (is_look_or_cast(n) or n.target is sums)}
 
     def _gradients_to_reduce(self) -> dict[fx.Node, Sharding]:
         if self.plan.delay_reduction:

@@ -101,6 +101,29 @@ def test_programs_equal_the_single_device(strategy: str, sizes: tuple[int, ...])
         assert report.ok, report
 
 
+def places(program: LocalProgram, graph: int, *kinds: str) -> tuple[list[int], list[int]]:
+    """Where in a pass the products are, and where collectives of some kinds are."""
+    nodes = list(program.graphs[graph].module.graph.nodes)
+    ops = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    products = [i for i, node in enumerate(nodes) if node.target in ops]
+    return products, [i for i, node in enumerate(nodes) if COLLECTIVE_KINDS.get(node.target) in kinds]
+
+
+@pytest.mark.parametrize(("strategy", "sizes"), [("ddp", (4,)), ("zero3", (4,)), ("fsdp+tp", (2, 2))], ids=str)
+def test_parameters_and_gradients_travel_while_layers_run(
+    strategy: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tracing casts all parameters first and all gradients last: there, all would be gathered, and wait, at once."""
+    monkeypatch.setattr(coalesce, "FIRST_BUCKET_BYTES", 0)
+    monkeypatch.setattr(coalesce, "BUCKET_BYTES", 0)
+    program = program_of(traced(TinyGpt(layers=3), *token_batch(8)), strategy, *sizes)
+    products, reduced = places(program, 1, "reduce_scatter", "all_reduce")
+    assert sum(place < products[-1] for place in reduced) > len(reduced) / 2
+    if strategy != "ddp":
+        products, gathered = places(program, 0, "all_gather")
+        assert sum(place > products[0] for place in gathered) > len(gathered) / 2
+
+
 def test_a_program_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def break_one(module: fx.GraphModule) -> fx.GraphModule:
         """Drops the sum of one gradient that is cast before it is summed."""
