@@ -158,7 +158,7 @@ def copy_node(
 ) -> fx.Node:
     """As `fx.Graph.node_copy`: `change` gives each node argument's counterpart, in the order of the arguments; `meta`
     is the copy's metadata, by default the node's."""
-    args, kwargs = fx.map_arg(node.args, change), fx.map_arg(node.kwargs, change)
+    args, kwargs = fx.map_arg(node.args, change), fx.map_arg(node.kwargs, change) if node.kwargs else {}
     new = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
     new.meta.update(node.meta if meta is None else meta)
     return new

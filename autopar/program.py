@@ -132,16 +132,26 @@ def collective_axis(node: fx.Node) -> str:
     return str(node.args[-1])
 
 
+def collective_nodes(graph: fx.Graph, *kinds: str) -> list[tuple[fx.Node, str]]:
+    """The nodes that start collectives of these kinds, or of any, in program order, and of which kind they are."""
+    # A graph knows its nodes by op: there are few of these among many.
+    found = [
+        (node, kind)
+        for op, kind in COLLECTIVE_KINDS.items()
+        if kind in kinds or not kinds
+        for node in graph.find_nodes(op="call_function", target=op, sort=False)
+    ]
+    return sorted(found, key=lambda pair: pair[0])
+
+
 def collectives_of(graph: fx.Graph) -> Iterator[Collective]:
     """The collectives of one graph, in program order."""
-    for node in graph.nodes:
-        kind = collective_kind(node)
-        if kind is not None:
-            yield Collective(
-                kind,
-                collective_axis(node),
-                int(node.meta["bytes"]),
-                node.meta["module"],
-                node.meta["backward"],
-                node.name,
-            )
+    for node, kind in collective_nodes(graph):
+        yield Collective(
+            kind,
+            collective_axis(node),
+            int(node.meta["bytes"]),
+            node.meta["module"],
+            node.meta["backward"],
+            node.name,
+        )

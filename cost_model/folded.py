@@ -25,7 +25,7 @@ from torch import fx
 
 from autopar.cost_model.liveness import GRADIENT, OPTIMIZER, PARAM, Block, Liveness, owner_of, placeholders
 from autopar.cost_model.ops import tensor_bytes
-from autopar.program import LocalProgram, collective_kind
+from autopar.program import LocalProgram, collective_kind, collective_nodes
 from autopar.regions import region_of
 from autopar.whole_plan import StandIns
 
@@ -76,9 +76,7 @@ class Copies:
             return {}
         owners = {node.name: owner_of(spec.path) for spec, node in placeholders(program.forward)}
         found: dict[fx.Node, dict[str, float]] = {}
-        for node in (n for graph in program.graphs for n in graph.module.graph.nodes):
-            if collective_kind(node) is None:
-                continue
+        for node in (n for graph in program.graphs for n, _ in collective_nodes(graph.module.graph)):
             buffer = node.args[0]
             if not isinstance(buffer, fx.Node) or buffer.target is not torch.ops.aten.cat.default:
                 continue

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.program import COLLECTIVE_KINDS, collective_kind
+from autopar.program import COLLECTIVE_KINDS, collective_kind, collective_nodes
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -42,15 +42,15 @@ def coalesce(module: fx.GraphModule) -> fx.GraphModule:
     """
     graph = module.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
-    collectives = [n for n in graph.nodes if collective_kind(n) in _KINDS]
+    collectives = collective_nodes(graph, *_KINDS)
     largest: dict[tuple[str, bool], int] = {}
-    for node in collectives:
-        group = (COLLECTIVE_KINDS[node.target], node.meta["backward"])
+    for node, kind in collectives:
+        group = (kind, node.meta["backward"])
         largest[group] = max(largest.get(group, 0), int(node.meta["bytes"]))
     buckets: list[_Bucket] = []
     open_buckets: dict[tuple[Any, ...], _Bucket] = {}
-    for node in collectives:
-        kind, backward = COLLECTIVE_KINDS[node.target], node.meta["backward"]
+    for node, kind in collectives:
+        backward = node.meta["backward"]
         before = steps_before(node) if kind == "all_gather" else None
         after = steps_after(node) if before is None else None
         early, late = before is not None, after is not None

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.passes import coalesce
 from autopar.passes.coalesce import WAIT, layout_after, steps_after, steps_before, wait_of
-from autopar.program import collective_kind
+from autopar.program import collective_kind, collective_nodes
 
 
 def sink_waits(module: fx.GraphModule) -> fx.GraphModule:
@@ -40,7 +40,7 @@ def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
     moved first, and takes the ones before it along; these are then moved further.
     """
     for backward in (False, True):
-        gathers = [g for g in _collectives(module.graph, "all_gather") if g.meta["backward"] is backward]
+        gathers = [g for g, _ in collective_nodes(module.graph, "all_gather") if g.meta["backward"] is backward]
         steps = {g: steps for g in gathers if (steps := steps_before(g)) is not None}
         stage: dict[fx.Node, int] = {}
         for gather, before in steps.items():
@@ -74,7 +74,7 @@ def bound_reductions(module: fx.GraphModule) -> fx.GraphModule:
     soon.
     """
     output = module.graph.output_node()
-    reductions = [c for c in _collectives(module.graph, "reduce_scatter", "all_reduce") if c.meta["backward"]]
+    reductions = [c for c, _ in collective_nodes(module.graph, "reduce_scatter", "all_reduce") if c.meta["backward"]]
     after = {c: steps for c in reductions if (steps := steps_after(c)) is not None}
     for node in sorted(set().union(*after.values())):
         output.prepend(node)
@@ -118,7 +118,3 @@ def _finish(reduction: fx.Node, after: set[fx.Node], place: fx.Node) -> None:
 def _two_buckets() -> int:
     """So many bytes may always be under way: a link need not wait between buckets."""
     return 2 * coalesce.BUCKET_BYTES
-
-
-def _collectives(graph: fx.Graph, *kinds: str) -> Sequence[fx.Node]:
-    return [n for n in graph.nodes if collective_kind(n) in kinds]
