@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ from autopar._compat import OpOverload, detect_fake_mode, tree_leaves
 from autopar.factors import source_of
 from autopar.graph import InputKind, JointGraph, add_call
 from autopar.group_counts import counted_groups, counts_up, is_constant
-from autopar.rules import Call, is_look, rule_for, tensor_inputs
+from autopar.row_wise import rows_through, unrepeated
+from autopar.rules import Call, is_look, tensor_inputs
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 
@@ -225,7 +226,10 @@ class _Region:
     def _take(self, node: fx.Node, table: fx.Node, copies: int) -> None:
         if self._kind(table) is not None:
             raise _Open  # sorted already: this is another order
-        self.moves.append((node, ours.take_rows.default, table, copies))
+        single, times = unrepeated(table) if copies == 1 else (table, 1)
+        if (self.length // self.num_rows) % times:
+            single, times = table, 1
+        self.moves.append((node, ours.take_rows.default, single, copies * times))
         self._mark(node, 0, _Rows(0))
 
     def _put(self, node: fx.Node, rows: fx.Node, copies: int) -> None:
@@ -292,8 +296,12 @@ class _Region:
             product.replace_input_with(Call(product)["ends"], ends[count])
         moved: dict[fx.Node, fx.Node] = {}
         for node, op, source, copies in self.moves:
+            shape = (source.meta["val"].shape[0], *node.meta["val"].shape[1:])
             with graph.inserting_before(node):
-                moved[node] = _emit(op, (moved.get(source, source), order, copies), node)
+                given = moved.get(source, source)
+                if source.meta["val"].dim() > len(shape):
+                    given = _emit(aten.view.default, (given, list(shape)), node)
+                moved[node] = _emit(op, (given, order, copies), node)
             node.replace_all_uses_with(moved[node])
 
 
@@ -306,37 +314,6 @@ _SPECIAL = {
     aten.histc.default: "_count",
 }
 """Ops that have a meaning for an order besides that of their rule."""
-
-
-def rows_through(node: fx.Node, given: Sequence[int | None]) -> list[int | None] | None:
-    """Where an op has the rows of its inputs in its outputs, if it treats each row by itself or sums over them all.
-
-    Args:
-        node: a call of an op.
-        given: for each tensor that it reads, the dim of the rows; None if it has none.
-
-    Returns:
-        For each output the dim of the rows, None if it has none.  None instead of a list if the op may depend on the
-        order of the rows.
-    """
-    op, rule = node.target, rule_for(node)
-    if rule is None or op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags:  # type: ignore[union-attr]
-        return None
-    # What may be cut, down to single rows, is made row by row: the rules are proved by cutting.
-    groups = {dims[dim] for dims, dim in zip(rule.inputs, given, strict=True) if dim is not None}
-    factor = next(iter(groups))[0] if len(groups) == 1 and len(next(iter(groups))) == 1 else None
-    if factor is None or factor in rule.whole or rule.is_range(factor):
-        return None
-    for operand, dims, dim in zip(tensor_inputs(node), rule.inputs, given, strict=True):
-        if dim is None and any(factor in group for group in dims) and not is_constant(operand):
-            return None  # rows that have another order meet these
-    found: list[int | None] = []
-    for dims in rule.outputs:
-        places = [dim for dim, group in enumerate(dims) if factor in group]
-        if any(len(dims[dim]) > 1 for dim in places):
-            return None
-        found.append(places[0] if places else None)
-    return found
 
 
 def _emit(op: Any, args: tuple[Any, ...], owner: fx.Node, **kwargs: Any) -> fx.Node:

@@ -190,7 +190,8 @@ class _Ops:
         """The inputs whose unreduced sums flow through this op, so that they are reduced later, once.
 
         Only where it saves a collective or costs nothing: the op does not grow the value, and nobody else reads it
-        (another reader would need its own reduction).  The one exception is a gradient that is cast to the wider dtype
+        (another reader would need its own reduction); nor does it read anything else, but for positions by which it
+        sums to half and less.  The one exception is a gradient that is cast to the wider dtype
         in which it rests: it is summed over the ranks in that, as it will be summed over steps.
         """
         operands = self.analysis.operands[node]
@@ -200,9 +201,12 @@ class _Ops:
         if any(len(n.users) > 1 for i, n in enumerate(operands) if i in unreduced):
             return frozenset()
         before, after = operands[0].meta["val"].dtype, node.meta["val"].dtype
-        if len(operands) > len(unreduced) or (before != after and not self._is_widened_to_rest(node, before)):
+        if before != after and not self._is_widened_to_rest(node, before):
             return frozenset()
         largest = max(operands[i].meta["val"].numel() for i in unreduced)
+        others = [n.meta["val"].dtype for i, n in enumerate(operands) if i not in unreduced]
+        if others and (any(d.is_floating_point for d in others) or 2 * node.meta["val"].numel() > largest):
+            return frozenset()
         return unreduced if node.meta["val"].numel() <= largest else frozenset()
 
     def _is_widened_to_rest(self, node: fx.Node, before: torch.dtype) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._compat import LazyGraphModule, QuickGraph
+from autopar import sorted_rows  # noqa: F401  (registers ops)
+from autopar._compat import LazyGraphModule, OpOverload, QuickGraph
 from autopar.factors import analyse, source_of
 from autopar.graph import JointGraph, OutputKind, add_call, copy_node
 from autopar.passes.propagate import Assignment, batch_dim, batch_factor, resting_gradients
@@ -141,7 +142,7 @@ class _Insertion:
         key = (value, target)
         if key not in self.resharded and value.target is torch.ops.aten.full.default:
             self.resharded[key] = self._made_so(value, target, reader)
-        if key not in self.resharded and reader is not value and gathers(source, target) and self._relays(value):
+        if key not in self.resharded and reader is not value and self._is_better_repeated(value, target):
             self.resharded[key] = self._repeat_on_whole(value, source, target, reader)
         if key not in self.resharded:
             mesh = self.plan.mesh
@@ -196,19 +197,62 @@ class _Insertion:
         meta = {**meta, "val": meta_value(tuple(value.shape), dtype), "cuts": (), "rule": None}
         return add_call(self.graph, torch.ops.aten._to_copy.default, (copy,), {"dtype": dtype}, meta)
 
-    def _relays(self, value: fx.Node) -> bool:
-        return is_relayout(value) and self.assignment.nodes[value].rule is not None
+    def _is_better_repeated(self, value: fx.Node, target: Sharding) -> bool:
+        """Whether to gather what a call reads rather than its result: of a view, whose source others may share, and of
+        cheap calls that read a quarter less and more than what they give."""
+        if not self._may_repeat(value, target):
+            return False
+        # Positions and masks are small, and mostly shared as they are.
+        floats = bool(value.meta["val"].is_floating_point())
+        return is_relayout(value) or (floats and 4 * self._bytes_read(value, target, set()) <= 3 * _bytes(value))
+
+    def _may_repeat(self, value: fx.Node, target: Sharding) -> bool:
+        decided = self.assignment.nodes[source_of(value)[0]]
+        cheap = is_relayout(value) or is_spread(value) or is_pointwise(value)
+        return cheap and decided.rule is not None and gathers(self.assignment.of(value), target)
+
+    def _bytes_read(self, value: fx.Node, target: Sharding, seen: set[tuple[fx.Node, Sharding]]) -> int:
+        """Bytes to gather for a call to be repeated, those that its operands read where they are repeated, too."""
+        total = 0
+        for operand, wanted in zip(tensor_inputs(value), self._wanted_whole(value, target), strict=True):
+            key = (operand, wanted)
+            is_there = self.assignment.of(operand) == wanted or key in self.resharded or key in seen
+            if not is_there and operand.target is not torch.ops.aten.full.default:
+                seen.add(key)
+                own = _bytes(operand)
+                repeats = len(seen) < _MOST_REPEATED and self._may_repeat(operand, wanted)
+                total += min(own, self._bytes_read(operand, wanted, seen)) if repeats else own
+        return total
+
+    def _wanted_whole(self, value: fx.Node, target: Sharding) -> list[Sharding]:
+        """How a call needs its operands to give its result as `target` has it, which is cut along fewer axes."""
+        kept = [now == then for now, then in zip(self.assignment.of(value), target, strict=True)]
+        return [
+            tuple(p if same else Replicate() for p, same in zip(needed, kept, strict=True))
+            for needed in self.assignment.nodes[value].inputs
+        ]
 
     def _repeat_on_whole(self, value: fx.Node, source: Sharding, target: Sharding, reader: fx.Node) -> fx.Node:
-        """Gather what a view looks at and look again, so that all views of one value share one gather."""
+        """Gather what a call reads and call it again, so that less is gathered, or one gather serves all views."""
         decided = self.assignment.nodes[value]
-        kept = [now == then for now, then in zip(source, target, strict=True)]
-        wanted = tuple(p if same else Replicate() for p, same in zip(decided.inputs[0], kept, strict=True))
-        whole = self._reshard(tensor_inputs(value)[0], wanted, reader)
-        args, kwargs = fx.map_arg((value.args, value.kwargs), lambda _: whole)
+        needs = iter(self._wanted_whole(value, target))
+        args, kwargs = fx.map_arg(
+            (value.args, value.kwargs),
+            lambda n: self._reshard(n, next(needs), reader) if is_tensor_node(n) else self.copies[n],
+        )
+        kept = (now == then for now, then in zip(source, target, strict=True))
         cuts = tuple(cut if same else None for cut, same in zip(decided.cuts, kept, strict=True))
         meta = {**value.meta, "backward": reader.meta["backward"], "sharding": target, "cuts": cuts}
         return add_call(self.graph, value.target, args, kwargs, {**meta, "rule": decided.rule})
+
+
+_MOST_REPEATED = 16
+"""How many values to look at before a gather stays where it is."""
+
+
+def _bytes(node: fx.Node) -> int:
+    value: torch.Tensor = node.meta["val"]
+    return value.numel() * value.element_size()
 
 
 def _width(dtype: torch.dtype) -> int:
@@ -228,3 +272,15 @@ def is_relayout(node: fx.Node) -> bool:
     if not is_look(node) or not isinstance(node.meta["val"], torch.Tensor):
         return False
     return bool(node.meta["val"].numel() == tensor_inputs(node)[0].meta["val"].numel())
+
+
+def is_spread(node: fx.Node) -> bool:
+    """Whether a call repeats elements, or rows, of what it reads."""
+    return node.target in (torch.ops.aten.expand.default, torch.ops.autopar.take_rows.default)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a call makes each element of its one result of those at the same place."""
+    op = node.target
+    tagged = isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags and not op._schema.is_mutable
+    return tagged and isinstance(node.meta["val"], torch.Tensor)

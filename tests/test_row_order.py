@@ -21,8 +21,8 @@ from test_parallelize import mine, whole
 from torch import Tensor, fx, nn
 
 import autopar
-from autopar.program import LocalProgram
-from autopar.row_order import rows_through
+from autopar.program import COLLECTIVE_KINDS, LocalProgram
+from autopar.row_wise import rows_through
 from autopar.rules import rule_for, tensor_inputs
 
 aten, ours = torch.ops.aten, torch.ops.autopar
@@ -233,6 +233,46 @@ def test_blocks_are_as_fine_as_the_finest_cut() -> None:
     assert ends_read(program) == {(2, NUM_EXPERTS)}
     report = one.compare(program, plan, num_steps=2)
     assert report.ok, str(report)
+
+
+def test_tokens_travel_rather_than_a_copy_for_each_expert() -> None:
+    """Along the axis that cuts widths, rows are gathered before they are taken, forward and backward."""
+    one = subject(Mixture(width=16, hidden=64), torch.randn(8, 5, 16))
+    plan = one.plan("fsdp+tp", 2, 2)
+    plan = replace(plan, factors=(plan.factors[0], (*plan.factors[1], *plan.factors[0])))
+    program = one.program(plan)
+    report = one.compare(program, plan)
+    assert report.ok, str(report)
+    num_tokens, width = 8 * 5 // 2, 16
+    for graph in program.graphs:
+        sizes = [
+            node.meta["val"].numel()
+            for node in graph.module.graph.nodes
+            if node.op == "call_function" and COLLECTIVE_KINDS.get(node.target) == "all_gather"
+            and node.meta["val"].is_floating_point() and node.meta["val"].shape[-1] == width
+        ]  # fmt: skip
+        assert sizes == [num_tokens * width]
+
+
+def test_gradients_of_tokens_are_summed_over_experts_before_ranks() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.mixture = nn.Linear(16, 16), Mixture(width=16, hidden=64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mixture(self.first(x))
+
+    one = subject(Deep(), torch.randn(8, 5, 16))
+    plan = one.plan("tp", 2)
+    program = one.program(plan)
+    report = one.compare(program, plan)
+    assert report.ok, str(report)
+    nodes = program.graphs[1].module.graph.nodes
+    puts = [n for n in nodes if n.target is ours.put_rows.default and n.args[2] == 2]
+    products = [n for n in nodes if n.target is ours.grouped_mm.default]
+    assert puts
+    assert all(put.args[0] in products for put in puts), "what is put back is not reduced yet"
 
 
 # ---- what depends on the order
