@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.errors import CollectiveError
 from autopar.program import COLLECTIVE_KINDS, collective_axis
-from autopar.runtime.standing import Places, first_line, node_at
+from autopar.runtime.standing import Places, first_sentence, node_at
 from autopar.runtime.watch import Watch
 
 
@@ -38,7 +38,7 @@ def blame(error: RuntimeError, known: Places, rank: int, watch: Watch | None = N
 
 def waited_in_vain(error: RuntimeError, where: str, rank: int, watch: Watch | None) -> CollectiveError:
     """The error to raise in the place of one that PyTorch raised where a rank waited for others."""
-    reason = first_line(error).partition(". ")[0]
+    reason = first_sentence(error)
     culprit = watch.verdict(error) if watch else "another rank failed, hangs or cannot be reached"
     return CollectiveError(
         f"rank {rank} waited in vain in {where} ({reason}): {culprit}. The first error in the ranks' output says why. "

@@ -71,6 +71,11 @@ class Standing:
         return f"{'waits in' if self.waits else 'is at'} {self.place}, for {self.for_s} s"
 
 
+def first_sentence(error: BaseException) -> str:
+    """The first sentence of an error of PyTorch's; what follows it there is advice."""
+    return first_line(error).partition(". ")[0]
+
+
 def first_line(error: BaseException) -> str:
     """What an error says first, in at most 300 characters, without the places in PyTorch's own sources."""
     return _SOURCE.sub("", str(error).strip().partition("\n")[0])[:300]
@@ -142,14 +147,15 @@ def lost(found: Mapping[int, Standing], silent: Iterable[int], silent_s: float) 
 
 def verdict(found: Mapping[int, Standing], others: Iterable[int], silent: Iterable[int], silent_s: float) -> str:
     """Whom a rank waits for in vain, in words: those that failed; else those that are gone; else those that are
-    elsewhere."""
+    elsewhere; and those that were never heard.  Only if there are none of these, all that take part."""
     failed = {rank: other for rank, other in found.items() if other.failed}
     ended = {rank: other for rank, other in found.items() if other.state is State.ENDED}
     alive = {rank: other for rank, other in found.items() if other.state is State.ALIVE}
     elsewhere = {rank: other for rank, other in alive.items() if not other.waits}
     gone = [*_gone(found, silent, silent_s), *_told(ended)]
-    unheard = [f"rank {rank} never told what it does" for rank in others if rank not in found]
-    return _listed([*(_told(failed) or gone or _told(elsewhere or alive or found)), *unheard])
+    never = "never told what it does: it has not come to autopar yet, or its process or host is gone"
+    unheard = [f"rank {rank} {never}" for rank in others if rank not in found]
+    return _listed([*(_told(failed) or gone or _told(elsewhere)), *unheard] or _told(alive or found))
 
 
 def _gone(found: Mapping[int, Standing], silent: Iterable[int], silent_s: float) -> list[str]:

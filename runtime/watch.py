@@ -23,7 +23,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from autopar._compat import job_store
-from autopar.runtime.standing import Board, Places, Standing, State, first_line, lost, place_on, verdict
+from autopar.runtime.standing import Board, Places, Standing, State, first_line, first_sentence, lost, place_on, verdict
 
 BEAT_S = 1.0
 LOOK_S = 5.0
@@ -52,7 +52,7 @@ class Watch:
         self._asked_s: float | None = None
         self._awake, self._closed, self._pid = threading.Event(), threading.Event(), os.getpid()
         with suppress(RuntimeError):  # the thread meets it again
-            board.write(self._mine)  # now, so that a rank that dies at once has been heard of
+            board.write(self._mine)  # now: one that dies within the first beat has been heard of, and is silent
         self._thread = threading.Thread(target=self._run, name="autopar-watch", daemon=True)
         self._thread.start()
         threading.Thread(target=self._guard, name="autopar-watch-guard", daemon=True).start()
@@ -98,8 +98,13 @@ class Watch:
             first = self._board.read()
             while True:
                 found = self._board.read()
-                silent = [rank for rank in first if found[rank].beat == first[rank].beat]
-                if any(other.failed for other in found.values()) or not silent or time.monotonic() > deadline:
+                silent = [
+                    rank
+                    for rank, other in found.items()
+                    if other.state is State.ALIVE and rank in first and other.beat == first[rank].beat
+                ]
+                all_heard = not silent and len(found) == len(self._board.others)
+                if any(other.failed for other in found.values()) or all_heard or time.monotonic() > deadline:
                     return verdict(found, self._board.others, silent, 3 * BEAT_S)
                 time.sleep(BEAT_S / 5)
         except RuntimeError:
@@ -115,7 +120,8 @@ class Watch:
 
     def _tell(self, state: State, error: BaseException | None) -> None:
         if self._state is State.ALIVE:  # what came first counts
-            self._state, self._error = state, "" if error is None else f"{type(error).__name__}: {first_line(error)}"
+            says = first_sentence if state is State.IN_VAIN else first_line
+            self._state, self._error = state, "" if error is None else f"{type(error).__name__}: {says(error)}"
         self._awake.set()
 
     def _run(self) -> None:

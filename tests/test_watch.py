@@ -66,7 +66,8 @@ def test_a_board_keeps_what_each_rank_wrote() -> None:
         ({0: WAITING, 1: Standing(state=State.ENDED)}, [1], "rank 1 has left the job"),
         ({0: WAITING, 1: LOADING}, [], "rank 1 is at data.py:3 (load), for 60 s"),
         ({0: WAITING, 1: Standing(state=State.IN_VAIN)}, [], "rank 0 waits in all_reduce, for 60 s"),
-        ({1: WAITING}, [], "rank 1 waits in all_reduce, for 60 s; rank 0 never told what it does"),
+        ({1: WAITING}, [], "rank 0 never told what it does: it has not come to autopar yet, or its process or host is"),
+        ({1: LOADING}, [], "rank 1 is at data.py:3 (load), for 60 s; rank 0 never told what it does"),
         (dict.fromkeys(range(9), LOADING), [], "rank 4 is at data.py:3 (load), for 60 s; and 4 ranks more"),
     ],
 )
@@ -74,6 +75,42 @@ def test_the_verdict_names_who_is_missing(found: dict[int, Standing], silent: li
     told = verdict(found, range(2), silent, 3)
     assert words in told
     assert ("no sign of life" in told) == ("no sign of life" in words)
+
+
+def test_who_waits_beside_one_that_was_never_heard_is_not_named() -> None:
+    assert "rank 1" not in verdict({1: WAITING}, range(2), [], 3)
+    assert "rank 1" not in verdict({1: Standing(state=State.IN_VAIN)}, range(2), [], 3)
+
+
+def test_a_rank_is_heard_of_at_once_and_one_that_is_not_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "BEAT_S", 2.0)
+    store = dist.HashStore()
+    watching = watch.Watch(1, Board(store, 1, 2))
+    told: list[str] = []
+    asking = threading.Thread(target=lambda: told.append(watching.verdict(RuntimeError("Read error. An advice"))))
+    try:
+        asking.start()
+        late = watch.Watch(0, Board(store, 0, 2))  # well within a beat
+        asking.join()
+        late.close()
+        assert told[0].startswith("rank 0 ")
+        assert "never told" not in told[0]
+        assert "gone" not in told[0]
+        assert Board(store, 0, 2).read()[1].error == "RuntimeError: Read error"
+    finally:
+        watching.close()
+
+
+def test_one_that_has_left_is_not_listened_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    board = Board(dist.HashStore(), 1, 2)
+    monkeypatch.setattr(board, "read", lambda: reads.append(0) or {0: Standing(state=State.ENDED)})
+    watching = watch.Watch(1, board)
+    try:
+        assert watching.verdict(RuntimeError("…")) == "rank 0 has left the job"
+        assert len(reads) == 2  # not for three beats
+    finally:
+        watching.close()
 
 
 def test_only_what_can_never_come_ends_a_wait() -> None:
@@ -161,7 +198,7 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> None:
     for end in ended("hangs in backward", tmp_path, 5).values():
         assert end["error"] == "CollectiveError"
         assert "Timed out waiting 5000ms" in end["message"]
-        assert f"): rank 2 is at {FAULTS['hangs in backward'][1].__code__.co_filename}:" in end["message"]
+        assert f"): rank 2 is at {FAULTS["hangs in backward"][1].__code__.co_filename}:" in end["message"]
 
 
 def test_ranks_of_other_versions_are_refused(tmp_path: Path) -> None:
