@@ -13,11 +13,12 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from benchmarks.netlab import Hosts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = "ddp:ddp,zero1:zero1,zero2:zero2,fsdp:zero3,tp:tp,tp_sp:tp+sp"
@@ -53,11 +54,9 @@ def run_in_netlab(arguments: argparse.Namespace, rate: str, program: list[str]) 
     """
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "line.jsonl"
-        command = [
-            arguments.netlab, "run", "--hosts", str(arguments.hosts), "--ranks-per-host", str(arguments.ranks_per_host),
-            "--rate", rate, "--rt", "--timeout", "600", "--stream", "all", "--no-prefix", "--",
-            sys.executable, *program, "--out", str(out),
-        ]  # fmt: skip
+        hosts = Hosts(arguments.netlab, arguments.hosts, arguments.ranks_per_host, rate, real_time=True)
+        flags = ["--timeout", "600", "--stream", "all", "--no-prefix"]
+        command = hosts.command([*program, "--out", str(out)], *flags)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode or not out.exists():
             raise RuntimeError(f"exit status {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}")

@@ -1,16 +1,18 @@
 """What happens to a run of four ranks when something goes wrong on one of them.
 
     python -m benchmarks.faults [--only NAME,…] [--timeout S] --json OUT
+    python -m benchmarks.faults --netlab PATH/netlab [--rate 100mbit] [--rt] --json OUT
 
 Each fault runs in processes of its own: two steps, a checkpoint, then the fault on rank 2 (or on rank 0, which has the
-job's store) while the others go on.  OUT has a row for each fault:
+job's store) while the others go on.  With `--netlab`, a tool that joins network namespaces by rate-limited links (needs
+root), the ranks are two on each of two hosts, and links fail, too.  OUT has a row for each fault:
 
     {"fault", "what", "rank", "others": {rank: {"after_s", "error", "message"}}, "detected_s", "names_rank",
      "checkpoint", "left_over"}
 
-`after_s` is from the fault to that rank's end; `detected_s` the largest of the other ranks'.  `checkpoint` says whether
-the one before the fault loads, bit by bit; `left_over` counts processes that had to be ended by force, the faulty rank
-apart (a launcher ends that).
+`after_s` is from the fault to that rank's end; `detected_s` the largest of the other ranks'.  Where a link fails, the
+rank that it belongs to is one of the others.  `checkpoint` says whether the one before the fault loads, bit by bit;
+`left_over` counts processes that had to be ended by force, the faulty rank apart (a launcher ends that).
 """
 
 from __future__ import annotations
@@ -20,235 +22,156 @@ import atexit
 import json
 import multiprocessing
 import os
-import resource
+import select
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 import autopar
+from benchmarks.faults_rank import FAULT_STEP, FAULTS, NUM_RANKS, NUM_STEPS, Model, run_program
+from benchmarks.netlab import Hosts
 
-NUM_RANKS, WIDTH = 4, 32
-FAULT_STEP, NUM_STEPS = 2, 5
-
-
-class Model(nn.Module):
-    """Two blocks, with a table whose rows a bad index misses."""
-
-    def __init__(self, constant: float = 1.0) -> None:
-        super().__init__()
-        self.table = nn.Embedding(64, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
-        self.constant = constant
-
-    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
-        x = self.table(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return (x * weights[:, None] * self.constant).square().mean()
+ROOT = Path(__file__).resolve().parents[1]
+START_S = 300.0
+"""Within which the ranks are to start and to compile, on a machine that has other work, too."""
 
 
-@dataclass
-class Step:
-    """What a fault may act on, on the faulty rank, before its step."""
+class Process:
+    """A rank's process, whoever started it."""
 
-    pm: autopar.ParallelModule
-    ids: Tensor
-    weights: Tensor
-    in_backward: Callable[[], object] | None = None
-    lingers: bool = False
+    def __init__(self, pid: int) -> None:
+        self._fd: int | None = None
+        with suppress(ProcessLookupError):  # it may have ended
+            self._fd = os.pidfd_open(pid)
 
+    def ended(self) -> bool:
+        return self._fd is None or bool(select.select([self._fd], [], [], 0)[0])
 
-def kill(step: Step) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_in_backward(step: Step) -> None:
-    step.in_backward = lambda: os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hang(step: Step) -> None:
-    time.sleep(3600)
+    def kill(self) -> None:
+        """End it for good, and wait until it has ended."""
+        if self._fd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+            select.select([self._fd], [], [])
+            os.close(self._fd)
+            self._fd = None
 
 
-def hang_in_backward(step: Step) -> None:
-    step.in_backward = lambda: time.sleep(3600)
-
-
-def freeze(step: Step) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def fail(step: Step) -> None:
-    raise ValueError("a record of the data is damaged")
-
-
-def finish(step: Step) -> None:
-    sys.exit(0)
-
-
-def exhaust(step: Step) -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.RLIM_INFINITY))
-    step.in_backward = lambda: torch.zeros(2**30)  # as a batch would that is too large
-
-
-def bad_index(step: Step) -> None:
-    step.ids = step.ids + 64
-
-
-def bad_index_and_linger(step: Step) -> None:
-    step.ids, step.lingers = step.ids + 64, True
-
-
-def bad_shape(step: Step) -> None:
-    step.ids, step.weights = step.ids[:-1], step.weights[:-1]
-
-
-def bad_dtype(step: Step) -> None:
-    step.weights = step.weights.double()
-
-
-def other_mode(step: Step) -> None:
-    step.pm.eval()
-
-
-def not_a_number(step: Step) -> None:
-    step.weights = step.weights * float("nan")
-
-
-def full_disk(step: Step) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-
-
-FAULTS: dict[str, tuple[str, Callable[[Step], None]]] = {
-    "killed": ("killed (`SIGKILL`) between two steps", kill),
-    "killed in backward": ("killed between forward and backward", kill_in_backward),
-    "hangs": ("hangs while it loads data", hang),
-    "hangs in backward": ("hangs between forward and backward", hang_in_backward),
-    "frozen": ("frozen (`SIGSTOP`), as a host that is cut off", freeze),
-    "first frozen": ("the same on rank 0, in whose process the job's store is", freeze),
-    "user error": ("an exception in the loop", fail),
-    "ends early": ("its data ends a batch early", finish),
-    "out of memory": ("memory for a tensor is not there", exhaust),
-    "bad index": ("a token that the vocabulary does not have", bad_index),
-    "lingers": ("the same, and its program hangs in its own cleanup", bad_index_and_linger),
-    "other shape": ("a row fewer in its batch", bad_shape),
-    "other dtype": ("another dtype in its batch", bad_dtype),
-    "other mode": ("in evaluation mode", other_mode),
-    "NaN": ("NaN in its batch", not_a_number),
-    "full disk": ("no room for its part of the next checkpoint", full_disk),
-    "other code": ("another constant in its model", lambda step: None),
-    "other versions": ("another version of PyTorch", lambda step: None),
-}
-
-
-def faulty_rank(fault: str) -> int:
-    """Where it happens."""
-    return 0 if fault == "first frozen" else 2
-
-
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """This rank's rows."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(0, 64, (4,), generator=generator), torch.rand(4, generator=generator)
-
-
-def run_rank(fault: str, directory: Path) -> None:
-    """One rank's program: an ordinary loop, with the fault before one of its steps."""
-    rank = dist.get_rank()
-    faulty = rank == faulty_rank(fault)
-    torch.manual_seed(0)
-    if fault == "other versions" and faulty:
-        torch.__version__ = "2.0.0"  # type: ignore[assignment]
-    model = Model(constant=2.0 if fault == "other code" and faulty else 1.0)
-    write(directory / f"fault-{rank}", {"at": time.time()})
-    pm = autopar.parallelize(model, NUM_RANKS, strategy="zero3")
-    optimizer = torch.optim.AdamW(pm.parameters())
-    for number in range(NUM_STEPS):
-        step = Step(pm, *batch(number, rank))
-        if number == FAULT_STEP:
-            autopar.save_checkpoint(directory / "c", pm, optimizer, extra={"step": number})
-            write(directory / f"fault-{rank}", {"at": time.time()})
-            if faulty:
-                FAULTS[fault][1](step)
-        try:
-            loss = pm(step.ids, step.weights)
-        except IndexError:
-            if step.lingers:
-                time.sleep(3600)
-            raise
-        if step.in_backward:
-            step.in_backward()
-        loss.backward()
-        nn.utils.clip_grad_norm_(pm.parameters(), 1.0, error_if_nonfinite=True)
-        optimizer.step()
-        optimizer.zero_grad()
-    autopar.save_checkpoint(directory / "c", pm, optimizer, extra={"step": NUM_STEPS})
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content))
-
-
-def rank_main(fault: str, directory: Path, timeout_s: float, rank: int, port: int) -> None:
-    """Run one rank in a child process, keep how it ended, and end as a program does."""
-    with (directory / f"output-{rank}").open("ab") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
+def _run_forked(fault: str, directory: Path, timeout_s: float, rank: int, port: int) -> None:
+    """The program of a rank in a child of this process."""
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # in a test, they are files of pytest's
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=timeout_s)
-    )  # fmt: skip
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
     try:
-        run_rank(fault, directory)
-    except BaseException as error:
-        write(directory / f"end-{rank}", {"error": type(error).__name__, "message": str(error)})
-        if not isinstance(error, SystemExit):
-            sys.last_value = error
+        run_program(fault, directory, timeout_s)
+    except Exception as error:
+        sys.last_value = error  # as the interpreter does at the end of a program
         raise
     finally:
         atexit._run_exitfuncs()  # which `multiprocessing` leaves out
 
 
-def try_fault(fault: str, directory: Path, timeout_s: float) -> dict[str, Any]:
-    """One row of the table."""
+@contextmanager
+def on_this_host(fault: str, directory: Path, timeout_s: float) -> Iterator[Callable[[], None]]:
+    """Ranks that are children of this process; gives what raises if they cannot be started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = [(fault, directory, timeout_s, rank, port) for rank in range(NUM_RANKS)]
-    processes = [multiprocessing.get_context("fork").Process(target=rank_main, args=each) for each in arguments]
-    for process in processes:
-        process.start()
-    others = [rank for rank in range(NUM_RANKS) if rank != faulty_rank(fault)]
-    ends: dict[int, float] = {}
-    deadline = time.monotonic() + 300 + 2 * timeout_s
-    while len(ends) < len(others) and time.monotonic() < deadline:
-        ends |= {rank: time.time() for rank in others if rank not in ends and not processes[rank].is_alive()}
+    children = [multiprocessing.get_context("fork").Process(target=_run_forked, args=each) for each in arguments]
+    try:
+        for child in children:
+            child.start()
+        yield lambda: None
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+
+
+@contextmanager
+def across_hosts(hosts: Hosts, fault: str, directory: Path, timeout_s: float) -> Iterator[Callable[[], None]]:
+    """Ranks on emulated hosts, which go when the context is left; gives what raises if they cannot be started."""
+    program = ["-m", "benchmarks.faults_rank", "--fault", fault, "--directory", str(directory)]
+    # It is not to end the others once a rank has ended, which is what is measured.
+    patience_s = 2 * patience(timeout_s)
+    flags = ["--timeout", f"{patience_s:g}", "--grace", f"{patience_s:g}"]
+    command = hosts.command([*program, "--timeout-s", f"{timeout_s:g}"], *flags)
+    with (directory / "netlab").open("wb") as output:
+        lab = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+
+    def check() -> None:
+        if lab.poll() is not None:
+            raise RuntimeError(f"{hosts.netlab} ended with {lab.returncode}: {(directory / 'netlab').read_text()}")
+
+    try:
+        yield check
+    finally:
+        lab.terminate()
+        lab.wait()
+
+
+def patience(timeout_s: float) -> float:
+    """How long a fault may take."""
+    return START_S + 2 * timeout_s
+
+
+def started(directory: Path, check: Callable[[], None]) -> list[Process]:
+    """The processes of the ranks, once all have begun."""
+    paths = [directory / f"pid-{rank}" for rank in range(NUM_RANKS)]
+    deadline = time.monotonic() + START_S
+    while not all(path.exists() for path in paths):
+        check()
+        if time.monotonic() > deadline:
+            missing = [rank for rank, path in enumerate(paths) if not path.exists()]
+            raise RuntimeError(f"ranks {missing} did not begin within {START_S:g} s; their output is in {directory}")
         time.sleep(0.05)
-    left_over = sum(processes[rank].is_alive() for rank in others)
-    for process in processes:
-        process.kill()
-        process.join()
-    at_s = json.loads((directory / f"fault-{faulty_rank(fault)}").read_text())["at"]
+    return [Process(json.loads(path.read_text())["pid"]) for path in paths]
+
+
+def try_fault(fault: str, directory: Path, timeout_s: float, hosts: Hosts | None = None) -> dict[str, Any]:
+    """One row of the table.
+
+    Args:
+        fault: a name in `FAULTS`.
+        directory: an empty one, for what the ranks write.
+        timeout_s: of the process group.
+        hosts: where the ranks run; on this host unless given.
+
+    Raises:
+        RuntimeError: if the ranks cannot be started.
+    """
+    faulty = FAULTS[fault]
+    others = [rank for rank in range(NUM_RANKS) if rank != faulty.rank or faulty.of_link]
+    ends: dict[int, float] = {}
+    where = across_hosts(hosts, fault, directory, timeout_s) if hosts else on_this_host(fault, directory, timeout_s)
+    with where as check:
+        processes = started(directory, check)
+        try:
+            deadline = time.monotonic() + patience(timeout_s)
+            while len(ends) < len(others) and time.monotonic() < deadline:
+                ends |= {rank: time.time() for rank in others if rank not in ends and processes[rank].ended()}
+                time.sleep(0.05)
+            left_over = sum(not processes[rank].ended() for rank in others)
+        finally:
+            for process in processes:
+                process.kill()
+    at_s = json.loads((directory / f"fault-{faulty.rank}").read_text())["at"]
     after_s = {rank: round(ends.get(rank, time.time()) - at_s, 1) for rank in others}
     told = {rank: {"after_s": after_s[rank], **end_of(directory, rank)} for rank in others}
     return {
-        "fault": fault, "what": FAULTS[fault][0], "rank": faulty_rank(fault), "others": told,
-        "detected_s": max(after_s.values()),
-        "names_rank": all(f"rank {faulty_rank(fault)}" in end["message"] for end in told.values()),
+        "fault": fault, "what": faulty.what, "rank": faulty.rank, "others": told, "detected_s": max(after_s.values()),
+        "names_rank": all(f"rank {faulty.rank}" in end["message"] for end in told.values()),
         "checkpoint": checkpoint_loads(directory / "c"), "left_over": left_over,
     }  # fmt: skip
 
@@ -276,14 +199,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="names of faults, with commas")
     parser.add_argument("--timeout", type=float, default=60.0, help="of the process group, in seconds")
+    parser.add_argument("--netlab", help="run the ranks on two hosts that this tool emulates")
+    parser.add_argument("--rate", default="100mbit", help="of the hosts' links")
+    parser.add_argument("--rt", action="store_true", help="real-time priority there, where others use the CPUs too")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    names = options.only.split(",") if options.only else list(FAULTS)
+    hosts = Hosts(options.netlab, 2, NUM_RANKS // 2, options.rate, options.rt) if options.netlab else None
+    names = options.only.split(",") if options.only else [name for name in FAULTS if hosts or not FAULTS[name].of_link]
+    if not hosts and any(FAULTS[name].of_link for name in names):
+        parser.error("links fail between hosts only: give --netlab")
     rows = []
     for name in names:
-        directory = options.json.with_suffix("") / name.replace(" ", "-")
+        directory = (options.json.with_suffix("") / name.replace(" ", "-")).resolve()
         directory.mkdir(parents=True)
-        rows.append(try_fault(name, directory, options.timeout))
+        rows.append(try_fault(name, directory, options.timeout, hosts))
         print(json.dumps(rows[-1]), flush=True)
         options.json.write_text(json.dumps(rows, indent=1))
 

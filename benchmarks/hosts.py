@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from benchmarks.netlab import Hosts
 
 ROOT = Path(__file__).resolve().parents[1]
 MESHES = {"hsdp": "2x2", "fsdp+tp": "2x2"}
@@ -32,11 +33,9 @@ def run(arguments: argparse.Namespace, ranks_per_host: int, *flags: str) -> tupl
     """Run the ranks on emulated hosts; returns the exit status and their lines."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "lines.jsonl"
-        command = [
-            arguments.netlab, "run", "--hosts", str(arguments.hosts), "--ranks-per-host", str(ranks_per_host),
-            "--rate", arguments.rate, "--timeout", "900", "--grace", "60", *(["--rt"] if arguments.rt else []), "--",
-            sys.executable, "-m", "benchmarks.hosts_rank", "--steps", str(STEPS), "--out", str(out), *flags,
-        ]  # fmt: skip
+        hosts = Hosts(arguments.netlab, arguments.hosts, ranks_per_host, arguments.rate, arguments.rt)
+        program = ["-m", "benchmarks.hosts_rank", "--steps", str(STEPS), "--out", str(out), *flags]
+        command = hosts.command(program, "--timeout", "900", "--grace", "60")
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
         if not lines:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
+from benchmarks.netlab import set_link
 from benchmarks.transformer import SHAPES, Transformer
 
 SHAPE = SHAPES["tiny"]
@@ -55,7 +55,7 @@ def alone(steps: int) -> tuple[list[float], nn.Module]:
 
 def cut_link(out: Path) -> None:
     """Take this host's link down."""
-    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+    set_link("down")
     write_line(out, {"cut_at": time.time()})
 
 

@@ -1,13 +1,51 @@
-"""Reading the link counters of the emulated cluster that a benchmark runs in, and this process's memory."""
+"""Emulated hosts: starting a program on them; from within, link counters, the host's own link, this process's memory.
+
+`netlab` is a tool that joins network namespaces by rate-limited links (needs root).
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import subprocess
+import sys
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Emulated hosts.
+
+    Attributes:
+        netlab: path of the tool.
+        num_hosts: how many.
+        ranks_per_host: processes on each.
+        rate: of each host's link, as `100mbit`; `none` for as fast as it goes.
+        real_time: give the ranks real-time priority, where others use the CPUs too.
+    """
+
+    netlab: str
+    num_hosts: int
+    ranks_per_host: int
+    rate: str
+    real_time: bool = False
+
+    def command(self, program: Iterable[str], *flags: str) -> list[str]:
+        """What runs this interpreter with the arguments `program` as every rank; `flags` go to the tool."""
+        return [
+            self.netlab, "run", "--hosts", str(self.num_hosts), "--ranks-per-host", str(self.ranks_per_host),
+            "--rate", self.rate, *(["--rt"] if self.real_time else []), *flags, "--", sys.executable, *program,
+        ]  # fmt: skip
+
+
+def set_link(state: str) -> None:
+    """Take the link of the host that this process runs on `up` or `down`."""
+    subprocess.run(["ip", "link", "set", "eth0", state], check=True)
 
 
 def mark(label: str) -> dict[str, Any] | None:

@@ -17,7 +17,8 @@ from torch import fx
 
 from autopar.runtime import watch
 from autopar.runtime.standing import Board, Standing, State, lost, place_on, verdict
-from benchmarks.faults import FAULTS, try_fault
+from benchmarks.faults import try_fault
+from benchmarks.faults_rank import FAULTS
 
 WAITING = Standing(place="all_reduce", waits=True, for_s=60)
 LOADING = Standing(place="data.py:3 (load)", for_s=60)
@@ -198,7 +199,7 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> None:
     for end in ended("hangs in backward", tmp_path, 5).values():
         assert end["error"] == "CollectiveError"
         assert "Timed out waiting 5000ms" in end["message"]
-        assert f"): rank 2 is at {FAULTS['hangs in backward'][1].__code__.co_filename}:" in end["message"]
+        assert f"): rank 2 is at {FAULTS['hangs in backward'].act.__code__.co_filename}:" in end["message"]
 
 
 def test_ranks_of_other_versions_are_refused(tmp_path: Path) -> None:
