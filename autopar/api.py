@@ -21,6 +21,7 @@ from autopar.compiler import Compiler
 from autopar.cost_model.optimizers import OptimizerLike
 from autopar.errors import InputError, MeshError
 from autopar.mesh import parse_shape
+from autopar.nan_search import search_replay
 from autopar.passes.defer import defer_reductions
 from autopar.plan import Plan
 from autopar.plan_cache import open_cache
@@ -53,6 +54,7 @@ def parallelize(
     precision: str | None = None,
     accumulate: int = 1,
     verify: bool = False,
+    stop_at_nan: bool = False,
     cache: bool = True,
 ) -> ParallelModule:
     """Shard a model over a mesh: trace, plan, rewrite, and turn its parameters into DTensors in place.
@@ -83,6 +85,10 @@ def parallelize(
         verify: before training starts, run the plan's program for all ranks in one process, on two rows of each rank's
             batch in float64, and compare loss, outputs, gradients and buffers with the single device (see
             `autopar.verify`).  Rank 0 does it while the others wait; it holds float64 copies on its CPU.
+        stop_at_nan: look after each backward pass (after a forward pass where no gradient can follow) whether outputs
+            and gradients are numbers, and whether the loss is finite; if not, on any rank, that call is run again and
+            every rank raises a `NanError` that names the rank, op and module where it began (see `autopar.find_nan`).
+            What a `GradScaler` skips is no error.  Each step then waits for the device and for all ranks.
         cache: whether rank 0 keeps the plan on disk, and takes the one that it kept when the same was asked before:
             the same traced graph, mesh, cluster, budget, optimizer and settings (`plan.from_cache`; see
             `autopar.plan_cache` for where).
@@ -99,7 +105,7 @@ def parallelize(
     control = ControlGroup()
     setup = _setup(
         model, mesh, strategy, optimizer, mem_gb=mem_gb, batch_dims=batch_dims, cluster=cluster and str(cluster),
-        precision=precision, accumulate=accumulate, verify=verify,
+        precision=precision, accumulate=accumulate, verify=verify, stop_at_nan=stop_at_nan,
     )  # fmt: skip
     agree_on_setup(control, setup)
     if not isinstance(strategy, Plan) and strategy != AUTO:
@@ -124,8 +130,9 @@ def parallelize(
         model, device_mesh, compile=partial(_compile_step, compiler, control.rank == 0), flatten=flatten_inputs,
         decide=partial(_decide, compiler, strategy),
         rehearse=partial(rehearse, model, control, batch_dims, precision) if verify else None,
-        check_step=partial(_check_step, batch_dims, precision), control=control,
+        check_step=partial(_check_step, batch_dims, precision), search_nan=search_replay, control=control,
     )  # fmt: skip
+    module.stop_at_nan = stop_at_nan
     if example_inputs is not None:
         args, kwargs = split_call(example_inputs)
         module.prepare(*args, **kwargs)

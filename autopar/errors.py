@@ -55,6 +55,10 @@ class VerificationError(AutoparError, ArithmeticError):
     """The rewritten program's numbers differ from the single device's."""
 
 
+class NanError(AutoparError, FloatingPointError):
+    """A step met a value that is not a number, or its loss is infinite."""
+
+
 class CollectiveError(AutoparError, RuntimeError):
     """A collective failed or timed out: another rank is gone, hangs, or cannot be reached."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import TorchDispatchMode, tree_leaves
 from autopar.errors import InputError
+from autopar.program import LocalProgram
+from autopar.runtime.control import ControlGroup
+from autopar.runtime.finite import Replay
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.standing import node_at
 from autopar.signature import flatten_inputs
@@ -40,12 +44,33 @@ def find_nan(module: ParallelModule, *args: Any, **kwargs: Any) -> str:
     ]
     module.prepare(*args, **kwargs)
     search = _Search()
-    with search:
-        real_step(module, (args, kwargs))
-    mine = next((_Found(-1, what) for what, tensor in held if _has_nan(tensor)), search.found)
+    for name, tensor in held:
+        search.look_at_held(name, tensor)
+    stops, module.stop_at_nan = module.stop_at_nan, False  # or the step would end before the search does
+    try:
+        with search:
+            real_step(module, (args, kwargs))
+    finally:
+        module.stop_at_nan = stops
+    return _first(module.control_group, search, module.compiled_steps[-1].program)
+
+
+def search_replay(control: ControlGroup, replay: Replay, infinite: bool) -> str:
+    """As `find_nan`, for a call that is run again; with `infinite`, where finite numbers first made an infinity.
+
+    Called on every rank; the text is the same on each.
+    """
+    search = _Search(infinite)
+    replay.run(search, search.look_at_held, search.look_at)
+    return _first(control, search, replay.step.compiled.program)
+
+
+def _first(control: ControlGroup, search: _Search, program: LocalProgram) -> str:
+    """What the ranks found that found something first."""
+    mine = search.found
     if mine is not None and mine.graph:
-        mine = _Found(mine.turn, f"{mine.what}, of module {_module_of(module, mine)} in the {mine.graph} pass")
-    found = {rank: one for rank, one in enumerate(module.control_group.gather(mine)) if one is not None}
+        mine = _Found(mine.turn, f"{mine.what}, of module {_module_of(program, mine)} in the {mine.graph} pass")
+    found = {rank: one for rank, one in enumerate(control.gather(mine)) if one is not None}
     first = min((one.turn for one in found.values()), default=0)
     return "; ".join(f"rank {rank}: {one.what}" for rank, one in found.items() if one.turn == first)
 
@@ -67,21 +92,51 @@ class _Found:
 
 
 class _Search(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at the result of every op until one has a NaN."""
+    """Looks at the result of every op until one has a NaN, or is infinite though nothing that the op takes is.
 
-    def __init__(self) -> None:
+    Infinities may be meant (masks have them), so that an op that only passes one on is not told of, and a tensor that
+    is given with one only where no op made one.
+    """
+
+    def __init__(self, infinite: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: _Found | None = None
-        self._turn = 0
+        self._infinite, self._turn = infinite, 0
+        self._held: _Found | None = None
+        self._made: _Found | None = None
+
+    @property
+    def found(self) -> _Found | None:
+        """The first."""
+        return self._made or self._held if self._infinite else self._held or self._made
+
+    def look_at_held(self, name: str, tensor: Tensor) -> None:
+        """Look at what the step is given."""
+        if self._held is None and self._has(tensor):
+            self._held = _Found(-1, name)
+
+    def look_at(self, name: str, tensor: Tensor) -> None:
+        """Look at what is given while the step runs."""
+        if self._made is None and self._has(tensor):
+            self._made = _Found(self._turn, name)
+
+    def _has_any(self, values: object) -> bool:
+        return any(map(self._has, tree_leaves(values)))
+
+    def _has(self, value: object) -> bool:
+        if isinstance(value, float):
+            return self._infinite and math.isinf(value)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta:
+            return False
+        return bool((value.isinf() if self._infinite else value.isnan()).any())
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
         self._turn += 1
-        if self.found is None and not _has_no_values_yet(op):
-            tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-            if any(map(_has_nan, tensors)):
-                graph, node = _running()
-                self.found = _Found(self._turn, f"the result of {op.name().partition('::')[2]}", graph, node)
+        if self._made is None and not _has_no_values_yet(op) and self._has_any(result):
+            if self._infinite and self._has_any((args, kwargs)):
+                return result
+            graph, node = _running()
+            self._made = _Found(self._turn, f"the result of {op.name().partition('::')[2]}", graph, node)
         return result
 
 
@@ -89,10 +144,6 @@ def _has_no_values_yet(op: Any) -> bool:
     """Whether an op returns memory that is yet to be filled: a collective that is not waited for, an allocation."""
     library, _, name = op.name().partition("::")
     return "empty" in name or (library == "_c10d_functional" and not name.startswith("wait_tensor"))
-
-
-def _has_nan(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any())
 
 
 def _running() -> tuple[str, str]:
@@ -112,8 +163,7 @@ def _frames() -> Iterator[tuple[str, int, str]]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _module_of(module: ParallelModule, found: _Found) -> str:
-    program = module.compiled_steps[-1].program
+def _module_of(program: LocalProgram, found: _Found) -> str:
     local = program.backward if found.graph == "backward" else program.forward
     assert local is not None
     nodes = {node.name: node for node in local.module.graph.nodes}

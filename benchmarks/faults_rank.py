@@ -152,6 +152,8 @@ class Fault(NamedTuple):
     of_link: bool = False
 
 
+STOPPED = "NaN stops"
+
 FAULTS: dict[str, Fault] = {
     "killed": Fault("killed (`SIGKILL`) between two steps", kill),
     "killed in backward": Fault("killed between forward and backward", kill_in_backward),
@@ -168,6 +170,7 @@ FAULTS: dict[str, Fault] = {
     "other dtype": Fault("another dtype in its batch", bad_dtype),
     "other mode": Fault("in evaluation mode", other_mode),
     "NaN": Fault("NaN in its batch", not_a_number),
+    STOPPED: Fault("the same with `stop_at_nan=True`", not_a_number),
     "full disk": Fault("no room for its part of the next checkpoint", full_disk),
     "other code": Fault("another constant in its model", lambda step: None),
     "other versions": Fault("another version of PyTorch", lambda step: None),
@@ -191,7 +194,7 @@ def run_rank(fault: str, directory: Path) -> None:
         torch.__version__ = "2.0.0"  # type: ignore[assignment]
     model = Model(constant=2.0 if fault == "other code" and faulty else 1.0)
     write(directory / f"fault-{rank}", {"at": time.time()})
-    pm = autopar.parallelize(model, NUM_RANKS, strategy="zero3")
+    pm = autopar.parallelize(model, NUM_RANKS, strategy="zero3", stop_at_nan=fault == STOPPED)
     optimizer = torch.optim.AdamW(pm.parameters())
     for number in range(NUM_STEPS):
         step = Step(pm, *batch(number, rank))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -33,6 +34,19 @@ class Accumulation:
             for index in reversed(range(len(sums))):
                 sums[index] = sums[index] + tensors.pop()
         tensors.clear()
+
+    def of(self, step: Hashable) -> list[Tensor]:
+        """The sums of one step that wait."""
+        return self._waiting.get(step, [])
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs inside finds nothing that waits, and leaves what waits as it was."""
+        before, self._waiting = self._waiting, {}
+        try:
+            yield
+        finally:
+            self._waiting = before
 
     def take(self) -> Iterator[tuple[Hashable, list[Tensor]]]:
         """Hand out what waits, step by step, in the order in which they first waited, which is that of every rank."""

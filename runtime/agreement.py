@@ -41,7 +41,7 @@ def agree_on_program(control: ControlGroup, program: LocalProgram) -> None:
     digests = control.gather([digest(line) for line in lines])
     longest = max(map(len, digests))
     first = next(i for i in range(longest) if len({tuple(one[i : i + 1]) for one in digests}) > 1)
-    there = _by_value(control.gather(lines[first] if first < len(lines) else "the end"))
+    there = by_value(control.gather(lines[first] if first < len(lines) else "the end"))
     raise StaleModelError(
         f"the ranks compiled different programs; the first difference, at line {first} of {longest}: {there}. "
         "The model, its constants or arguments that are no tensors differ between ranks: make them equal"
@@ -52,7 +52,7 @@ def differences(everywhere: Sequence[Mapping[str, str]]) -> str:
     """Up to five names that stand for different things on different ranks, and which ranks have what; empty without."""
     names = dict.fromkeys(name for one in everywhere for name in one)
     found = {name: [one.get(name, _ABSENT) for one in everywhere] for name in names}
-    listed = [f"{name} is {_by_value(values)}" for name, values in found.items() if len(set(values)) > 1]
+    listed = [f"{name} is {by_value(values)}" for name, values in found.items() if len(set(values)) > 1]
     return "; ".join(listed[:5]) + (f"; and {len(listed) - 5} more" if len(listed) > 5 else "")
 
 
@@ -61,7 +61,7 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
 
-def _by_value(values: Sequence[str]) -> str:
+def by_value(values: Sequence[str]) -> str:
     """`a on ranks 0-2, b on rank 3`."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import BoxedCodeGen, below_autograd, dtensor_like
-from autopar.graph import GraphInput, InputKind
+from autopar.graph import GraphInput, InputKind, OutputKind
 from autopar.plan_cost import PlanCost
 from autopar.program import COLLECTIVE_KINDS, DeferredBackward, LocalGraph, LocalProgram, collective_axis
 from autopar.runtime.accumulation import Accumulation
 from autopar.runtime.blame import blame, places
+from autopar.runtime.finite import Guard
 from autopar.runtime.live_mesh import Layout
 from autopar.runtime.roles import ForwardRoles, GradientRoles
 from autopar.runtime.watch import Watch
@@ -79,6 +80,9 @@ def bind_graph(
     return watched
 
 
+_IN_WORDS = {InputKind.INPUT: "input", InputKind.PARAM: "parameter", InputKind.BUFFER: "buffer"}
+
+
 class BoundStep:
     """A compiled program that this rank can call."""
 
@@ -90,11 +94,13 @@ class BoundStep:
         buffers: Mapping[str, Tensor],
         trained_inputs: Sequence[str],
         accumulation: Accumulation,
+        guard: Guard,
         watch: Watch | None = None,
     ) -> None:
-        self.compiled, self._layout, self.accumulation, self._watch = compiled, layout, accumulation, watch
+        self.compiled, self._layout, self._watch = compiled, layout, watch
+        self.accumulation, self.guard = accumulation, guard
         program = compiled.program
-        axes, self._device_type = program.mesh.names, layout.device.type
+        axes, self.device_type = program.mesh.names, layout.device.type
         self._position = dict(zip(axes, program.mesh.coordinate(layout.rank), strict=True))
         self._parameters, self._buffers = parameters, buffers
         self._forward = bind_graph(program.forward.module, layout.device_mesh, axes, watch)
@@ -112,14 +118,40 @@ class BoundStep:
 
     def __call__(self, tensors: Mapping[str, Tensor], seed: int) -> Any:
         """Run on this rank's tensors, by path; returns what the module returns."""
-        with torch.autocast(self._device_type, enabled=False):  # casts are in the graph
+        with torch.autocast(self.device_type, enabled=False):  # casts are in the graph
             if self._backward is None:
                 with torch.no_grad():
-                    outputs, _ = self.run_forward(tensors, seed)
+                    outputs = self._run_untrained(tensors, seed)
             else:
                 leaves = [self._parameters[p] if k is InputKind.PARAM else tensors[p] for k, p in self.trained]
                 outputs = list(_Step.apply(self, tensors, seed, *leaves))  # type: ignore[no-untyped-call]
         return self.compiled.rebuild_output(outputs)
+
+    def _run_untrained(self, tensors: Mapping[str, Tensor], seed: int) -> list[Any]:
+        replay = self.guard.keep(self, tensors, seed)
+        outputs, _ = self.run_forward(tensors, seed)
+        if replay is not None:
+            replay.returned(outputs)
+            self.guard.check_forward(replay)
+        return outputs
+
+    @property
+    def changed_buffers(self) -> dict[str, Tensor]:
+        """The buffers that the module updates, by name, as they are now."""
+        return {path: self._buffers[path] for _, path in self._roles.mutations}
+
+    @property
+    def output_paths(self) -> list[str]:
+        """Names of the outputs, in order."""
+        return [spec.path for spec in self.compiled.program.forward.outputs if spec.kind is OutputKind.OUTPUT]
+
+    def named_inputs(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """What the program reads, by name in words: of the call, and this rank's of parameters and buffers."""
+        for kind in (InputKind.INPUT, InputKind.PARAM, InputKind.BUFFER):
+            for spec in self._forward_inputs:
+                if spec.kind is kind:
+                    name = repr(spec.path) if kind is InputKind.INPUT else spec.path
+                    yield f"{_IN_WORDS[kind]} {name}", self._input(spec, tensors, 0)
 
     def run_forward(self, tensors: Mapping[str, Tensor], seed: int) -> tuple[list[Any], list[Any]]:
         """Outputs and saved values; updates the buffers that the module changes."""
@@ -233,7 +265,11 @@ class _Step(torch.autograd.Function):
     def forward(
         ctx: Any, step: BoundStep, tensors: Mapping[str, Tensor], seed: int, *leaves: Tensor
     ) -> tuple[Any, ...]:
+        replay = step.guard.keep(step, tensors, seed)
         outputs, saved = step.run_forward(tensors, seed)
+        if replay is not None:
+            replay.returned(outputs)
+        ctx.replay = replay
         ctx.step, ctx.seed, ctx.reduce = step, seed, not step.accumulation.active
         # Autograd keeps the tensors, so that it notices one that is changed in place before backward.
         ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
@@ -253,4 +289,9 @@ class _Step(torch.autograd.Function):
         ]
         del remaining
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, so that they can be freed while this runs
-        return (None, None, None, *ctx.step.run_backward(saved, tangents, ctx.seed, ctx.reduce))
+        step: BoundStep = ctx.step
+        gradients = step.run_backward(saved, tangents, ctx.seed, ctx.reduce)
+        if ctx.replay is not None:
+            waiting = [] if ctx.reduce else step.accumulation.of(step)
+            step.guard.check_backward(ctx.replay, tangents, [*gradients, *waiting])
+        return (None, None, None, *gradients)

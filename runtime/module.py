@@ -26,6 +26,7 @@ from autopar.runtime.buffers import Buffers, BufferShapes
 from autopar.runtime.calls import Call, agree_on_call
 from autopar.runtime.control import ControlGroup
 from autopar.runtime.execution import BoundStep, CompiledStep
+from autopar.runtime.finite import Guard, Search
 from autopar.runtime.gathering import apply_whole, gathered_calls
 from autopar.runtime.live_mesh import Layout, check_covers, layout_on
 from autopar.runtime.parameters import ShardedParameters, full_to_placed, local_part, planned, unplanned
@@ -79,6 +80,7 @@ class ParallelModule(nn.Module):
         decide: Decide | None = None,
         rehearse: Rehearse | None = None,
         check_step: CheckStep | None = None,
+        search_nan: Search | None = None,
         control: ControlGroup | None = None,
         max_specialisations: int = MAX_SPECIALISATIONS,
     ) -> None:
@@ -89,7 +91,8 @@ class ParallelModule(nn.Module):
             device_mesh: a mesh of all ranks of the job.
             plan: what was decided; without one, parameters become DTensors now, move later, and `decide` is asked
                 when the first call shows the shapes.
-            compile, decide, flatten, rehearse, check_step: the stages above the runtime, given by the facade.
+            compile, decide, flatten, rehearse, check_step, search_nan: the stages above the runtime, given by the
+                facade.
             control: the ranks' way to agree; made here if it is not given.
             max_specialisations: how many programs to keep.
 
@@ -116,6 +119,7 @@ class ParallelModule(nn.Module):
         self._programs = Programs(max_specialisations)
         self._num_forwards = 0
         self._accumulation = Accumulation()
+        self._guard, self._can_search = Guard(self._control, search_nan), search_nan is not None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._base_seed = self._control.gather(torch.initial_seed())[0] % 2**40
 
@@ -155,6 +159,22 @@ class ParallelModule(nn.Module):
     @random_state.setter
     def random_state(self, state: tuple[int, int]) -> None:
         self._base_seed, self._num_forwards = state
+
+    @property
+    def stop_at_nan(self) -> bool:
+        """Whether a step that meets a NaN raises a `NanError` on every rank (see `autopar.parallelize`).  Settable, on
+        every rank alike; it holds for the calls that follow.
+
+        Raises:
+            InputError: when set, if the module was made without a way to search.
+        """
+        return self._guard.active
+
+    @stop_at_nan.setter
+    def stop_at_nan(self, active: bool) -> None:
+        if active and not self._can_search:
+            raise InputError("this module was made without a way to search for NaN: make it by autopar.parallelize")
+        self._guard.active = active
 
     def placement_of(self, name: str) -> tuple[Sharding, Layout]:
         """How a parameter rests now, in the terms of its mesh."""
@@ -315,8 +335,9 @@ class ParallelModule(nn.Module):
         trained_inputs = [path for path, tensor in call.tensors.items() if call.trains and tensor.requires_grad]
         buffers = Buffers(self._model)
         step = BoundStep(
-            compiled, self._layout, self._sharded.by_name, buffers, trained_inputs, self._accumulation, control.watch
-        )
+            compiled, self._layout, self._sharded.by_name, buffers, trained_inputs, self._accumulation, self._guard,
+            control.watch,
+        )  # fmt: skip
         self._programs.add(call.key, step, call.tensors)
 
     def _adopt(self, plan: Plan) -> None:

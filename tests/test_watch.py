@@ -202,6 +202,12 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> None:
         assert f"): rank 2 is at {FAULTS['hangs in backward'].act.__code__.co_filename}:" in end["message"]
 
 
+def test_a_rank_that_meets_nan_is_named(tmp_path: Path) -> None:
+    for end in ended("NaN stops", tmp_path, 60).values():
+        assert end["error"] == "NanError"
+        assert "the first NaN is that of rank 2: input '1'. " in end["message"]
+
+
 def test_ranks_of_other_versions_are_refused(tmp_path: Path) -> None:
     for end in ended("other versions", tmp_path, 60).values():
         assert end["error"] == "InputError"
