@@ -290,8 +290,9 @@ class _Step(torch.autograd.Function):
         del remaining
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, so that they can be freed while this runs
         step: BoundStep = ctx.step
+        added = bool(step.accumulation)
         gradients = step.run_backward(saved, tangents, ctx.seed, ctx.reduce)
         if ctx.replay is not None:
             waiting = [] if ctx.reduce else step.accumulation.of(step)
-            step.guard.check_backward(ctx.replay, tangents, [*gradients, *waiting])
+            step.guard.check_backward(ctx.replay, tangents, [*gradients, *waiting], added)
         return (None, None, None, *gradients)

@@ -121,9 +121,15 @@ class Guard:
         self._judge(replay, _NAN_OUTPUTS if _any(math.isnan, replay.largest) else _FINE, None)
 
     def check_backward(
-        self, replay: Replay, tangents: Sequence[Tensor | None], gradients: Iterable[Tensor | None]
+        self, replay: Replay, tangents: Sequence[Tensor | None], gradients: Iterable[Tensor | None], added: bool = False
     ) -> None:
         """Look at a step; its gradients are not yet in `p.grad`.
+
+        Args:
+            replay: the call.
+            tangents: the gradients of its outputs.
+            gradients: what its backward pass returned, and what that leaves for a later reduction.
+            added: whether they hold those of earlier micro-steps, which were looked at, and left to `GradScaler`.
 
         Raises:
             NanError: on every rank, if any rank has a NaN in an output that gradients flow into or in a gradient, or an
@@ -141,9 +147,9 @@ class Guard:
             mine = _INFINITE_LOSS
         elif _any(math.isnan, [_largest(local)]):
             mine = _NAN_GRADIENTS
-        self._judge(replay, mine, tangents)
+        self._judge(replay, mine, tangents, added)
 
-    def _judge(self, replay: Replay, mine: str, tangents: Sequence[Tensor | None] | None) -> None:
+    def _judge(self, replay: Replay, mine: str, tangents: Sequence[Tensor | None] | None, added: bool = False) -> None:
         """Raise if any rank has a fault, once all know what it is and where it began."""
         fine = mine == _FINE
         if self._control.all_agree(0 if fine else self._control.rank + 1) and fine:
@@ -154,8 +160,8 @@ class Guard:
         infinite = _NAN_OUTPUTS not in faults and _INFINITE_LOSS in faults
         assert self._search is not None, "active without a way to search"
         where = self._search(self._control, replay, infinite)
-        by_scale = scaled and set(faults) <= {_FINE, _NAN_GRADIENTS}
-        if where or not by_scale:
+        left_to_scaler = (scaled or added) and set(faults) <= {_FINE, _NAN_GRADIENTS}
+        if where or not left_to_scaler:
             raise NanError(_message(replay, faults, where, "infinity" if infinite else "NaN"))
 
     def _unscaled(self, tangents: Sequence[Tensor | None]) -> tuple[list[Tensor | None], bool]:

@@ -243,6 +243,21 @@ def test_an_overflow_by_the_scale_of_the_loss_is_the_scalers(gloo2: RankPool) ->
     assert "rank 1: the gradient of output 'scores' that the loop computes" in ranks[0][2]
 
 
+def scaled_and_accumulated() -> None:
+    torch.manual_seed(0)
+    pm = autopar.parallelize(Scores(), 2, strategy="ddp", stop_at_nan=True)
+    weights = torch.tensor([[1e30, -1e30, 1.0, 1.0]]) * 2.0**120
+    with pm.no_sync():
+        (pm(rows())["scores"] * weights).sum().backward()
+    pm(rows())["scores"].sum().backward()
+    assert any(not whole(p.grad).isfinite().all() for p in pm.parameters())
+
+
+def test_an_overflow_that_waits_for_its_reduction_is_not_lost(gloo2: RankPool) -> None:
+    """Else the scaler would take the step, without the gradient of the micro-step that was run again."""
+    gloo2.run(scaled_and_accumulated)
+
+
 def test_what_was_changed_in_between_is_told() -> None:
     guard = Guard(ControlGroup(alone=True), lambda control, replay, infinite: "")
     replay = Replay(None, {}, 0, {})  # type: ignore[arg-type]
