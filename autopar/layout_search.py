@@ -304,10 +304,14 @@ def _worth_trying(problem: Problem, limit: float) -> Iterator[Choice]:
         return
     least, fastest = smallest(problem), solve(problem, math.inf)
     low, high = peak(problem, least), peak(problem, fastest or least)
+    step = (high - low) / NUM_LIMITS
     before = None
     for i in range(NUM_LIMITS, -1, -1):
-        within = low + (high - low) * i / NUM_LIMITS
-        choice = (solve(problem, within) if i else least) if within <= limit else None
+        within = low + step * i
+        if within - step > limit:  # what fits the row's next limit, and this one not, takes more than `limit`
+            continue
+        choice = solve(problem, within) if i else least
         if choice is not None and choice != before:
-            yield choice
             before = choice
+            if peak(problem, choice) <= limit:
+                yield choice
