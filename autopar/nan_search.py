@@ -46,12 +46,8 @@ def find_nan(module: ParallelModule, *args: Any, **kwargs: Any) -> str:
     search = _Search()
     for name, tensor in held:
         search.look_at_held(name, tensor)
-    stops, module.stop_at_nan = module.stop_at_nan, False  # or the step would end before the search does
-    try:
-        with search:
-            real_step(module, (args, kwargs))
-    finally:
-        module.stop_at_nan = stops
+    with module.step_apart(), search:
+        real_step(module, (args, kwargs))
     return _first(module.control_group, search, module.compiled_steps[-1].program)
 
 

@@ -41,12 +41,13 @@ class Accumulation:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What runs inside finds nothing that waits, and leaves what waits as it was."""
-        before, self._waiting = self._waiting, {}
+        """What runs inside finds nothing that waits and reduces at once; then all is as it was."""
+        waiting, active = self._waiting, self.active
+        self._waiting, self.active = {}, False
         try:
             yield
         finally:
-            self._waiting = before
+            self._waiting, self.active = waiting, active
 
     def take(self) -> Iterator[tuple[Hashable, list[Tensor]]]:
         """Hand out what waits, step by step, in the order in which they first waited, which is that of every rank."""

@@ -239,6 +239,17 @@ class ParallelModule(nn.Module):
         finally:
             self._accumulation.active = before
 
+    @contextmanager
+    def step_apart(self) -> Iterator[None]:
+        """A step that is made inside is no part of the loop's: it reduces its gradients at once, leaves alone those
+        that wait (see `no_sync`), and meets NaN without an error."""
+        stops, self._guard.active = self._guard.active, False
+        try:
+            with self._accumulation.aside():
+                yield
+        finally:
+            self._guard.active = stops
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`; gradients that wait for their reduction (see `no_sync`) are dropped, too."""
         self._accumulation.clear()

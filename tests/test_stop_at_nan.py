@@ -280,6 +280,14 @@ def test_find_nan_searches_a_module_that_stops(gloo2: RankPool) -> None:
 
 def searched() -> str:
     pm = autopar.parallelize(Root(), 2, strategy="ddp", stop_at_nan=True)
-    found = autopar.find_nan(pm, rows() * math.nan, FINE)
+    pm(rows(), FINE).backward()
+    expected = [2 * whole(p.grad) for p in pm.parameters()]
+    pm.zero_grad()
+    with pm.no_sync():
+        pm(rows(), FINE).backward()
+        found = autopar.find_nan(pm, rows() * math.nan, FINE)
     assert pm.stop_at_nan
+    pm(rows(), FINE).backward()
+    for parameter, gradient in zip(pm.parameters(), expected, strict=True):
+        torch.testing.assert_close(whole(parameter.grad), gradient, rtol=1e-5, atol=1e-6)
     return found
