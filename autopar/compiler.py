@@ -90,8 +90,10 @@ class Compiler:
         self.optimizer = find_optimizer(self.optimizer)  # measured once, and refused before any work
         compute_dtype(self.precision)
         budget_bytes(self.mem_gb, self.cluster)
-        if self.accumulate < 1:
-            raise InputError(f"accumulate={self.accumulate}: an optimizer's step takes at least 1 micro-step")
+        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise InputError(
+                f"accumulate={self.accumulate!r}: an optimizer's step takes at least 1 micro-step, and a whole number"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiler:
         """For a copied model, whose modes are its own; what was worked out is the same."""

@@ -64,8 +64,8 @@ def verify(
     """
     if not isinstance(plan, (str, Plan)):
         raise InputError(f"verify takes a plan or a strategy's name, got {plan!r}")
-    if num_steps < 0:
-        raise InputError(f"num_steps={num_steps}: give 0 or more steps of the optimizer")
+    if not isinstance(num_steps, int) or num_steps < 0:
+        raise InputError(f"num_steps={num_steps!r}: give a whole number of steps of the optimizer, from 0")
     if isinstance(plan, str) and mesh is None:
         raise InputError(f'verify needs the mesh to make a {plan!r} plan for, such as mesh=4 or mesh="2x2"')
     if isinstance(plan, Plan) and mesh is not None and math.prod(parse_shape(mesh)) != plan.mesh.num_ranks:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.cost_model.ops import count_flops
-from autopar.errors import BatchError, VerificationError
+from autopar.errors import BatchError, InputError, VerificationError
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
 from autopar.placement import describe_sharding
 from autopar.plan import Plan
@@ -154,6 +154,7 @@ def compare(
 
     Raises:
         BatchError: if the batch cannot be cut over the ranks.
+        InputError: if the single device itself gives nothing but NaN.
         VerificationError: if the program fails to run, moves other bytes than its graph says, or gives a gradient that
             lies otherwise than its parameter.
     """
@@ -169,6 +170,7 @@ def compare(
     ours, theirs = (_Optimizer(side) for side in (values, single.values))
     for step in range(num_steps + 1):
         expected = single.step()
+        _check_has_numbers(expected, step)
         values.update({GraphInput(InputKind.TANGENT, path): value for path, value in expected.tangents.items()})
         results, executed = run_all_ranks(program, values)
         _check_bytes(program.collectives(), executed)
@@ -187,6 +189,17 @@ def compare(
     return VerifyReport(
         errors[worst] <= TOLERANCE, errors[worst], worst, errors, plan, sharded_flops_fraction(joint, program)
     )
+
+
+def _check_has_numbers(expected: SingleDevice, step: int) -> None:
+    """NaN equals NaN here, since a masked row may well be that; a whole output of it is nothing to compare with."""
+    for path, value in expected.outputs.items():
+        if value.is_floating_point() and value.numel() and bool(value.isnan().all()):
+            raise InputError(
+                f"on the single device, output {path} is NaN in all {value.numel()} entries"
+                f"{f' after {step} steps' if step else ''}, so that nothing can be compared: give finite inputs and "
+                "parameters (autopar.find_nan says where a NaN begins)"
+            )
 
 
 class _Optimizer:

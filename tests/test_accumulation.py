@@ -159,3 +159,5 @@ def test_a_step_of_several_micro_steps() -> None:
     assert triple.memory.total >= single.memory.total
     with pytest.raises(autopar.InputError, match=r"accumulate=0: an optimizer's step takes at least 1 micro-step"):
         Compiler(TinyGpt(), (4,), cluster, accumulate=0)
+    with pytest.raises(autopar.InputError, match=r"accumulate=2\.5: .* a whole number"):
+        Compiler(TinyGpt(), (4,), cluster, accumulate=2.5)  # type: ignore[arg-type]

@@ -294,3 +294,9 @@ def test_a_factory_that_does_not_fit_is_refused(
 def test_a_module_that_cannot_be_imported_is_refused(here: Path) -> None:
     with pytest.raises(autopar.InputError, match=r"cannot import nowhere:build from .*: ModuleNotFoundError"):
         find_model("nowhere:build", 2)
+
+
+def test_a_plan_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+    code, _, err = run("explain", str(tmp_path / "nosuch.json"), "--module", "blocks.0")
+    assert code != 0
+    assert f"there is no plan file {tmp_path / 'nosuch.json'}" in " ".join(err.split()).replace("- ", "-")

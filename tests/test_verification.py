@@ -350,3 +350,10 @@ def test_inputs_that_cannot_be_verified(model: nn.Module, inputs: Tensor, messag
 def test_verify_takes_plans_and_names_only() -> None:
     with pytest.raises(InputError, match="verify takes a plan or a strategy's name, got None"):
         verify(Mlp(), None, torch.ones(4, 12))  # type: ignore[arg-type]
+
+
+def test_a_step_that_is_all_nan_is_no_proof() -> None:
+    with pytest.raises(InputError, match=r"output .* is NaN in all 64 entries.* nothing can be compared"):
+        verify(Mlp(), "tp", (torch.full((8, 12), float("nan")),), mesh=2)
+    with pytest.raises(InputError, match=r"num_steps=1\.5: give a whole number"):
+        verify(Mlp(), "tp", (torch.ones(8, 12),), mesh=2, num_steps=1.5)  # type: ignore[arg-type]
