@@ -62,7 +62,9 @@ class _Insertion:
 
     def run(self) -> fx.GraphModule:
         complete = self._gradients_to_reduce()
-        for node in self._in_order():
+        delays = self.plan.delay_reduction
+        order = self.joint.keep(("order", delays), lambda: tuple(self._in_order()))
+        for node in order:
             self.copies[node] = self._copy(node)
             if node in complete:
                 self._reshard(node, complete[node], node)
