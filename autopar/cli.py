@@ -153,9 +153,9 @@ def explain_command(
             if any(value is not None for value in asked) or (optimizer, strategy) != (_OPTIMIZER, _STRATEGY):
                 raise InputError(f"{model} is a plan that is made already: only --module goes with it")
             plan = load_plan(model)
-        elif Path(model).suffix == ".json" and not Path(model).exists():
-            raise InputError(f"there is no plan file {model}")
         elif cluster is None:
+            if Path(model).suffix == ".json" and not os.path.exists(model):
+                raise InputError(f"there is no plan file {model}")
             raise InputError(f'which cluster is {model} planned for? Give --cluster, such as "8xA100-80GB"')
         else:
             plan = _make_plan(
