@@ -200,23 +200,15 @@ class Compiler:
             fitting = [p for p in priced if p.simulation.memory.total <= limit]
             if not fitting:
                 break
-            fitting.sort(key=lambda p: (p.simulation.step_time_s, p.simulation.memory.total))
-            taken: tuple[Priced, _Seen] | None = None
-            excess = []
-            for one in fitting[:NUM_LOOKS]:
-                if taken is not None and one.simulation.step_time_s >= taken[1].step_time_s:
-                    break
-                seen = look(joint, one, budget)
-                excess.append(seen.priced.simulation.memory.total - budget)
-                if excess[-1] <= 0 and (taken is None or seen.step_time_s < taken[1].step_time_s):
-                    taken = one, seen
-            if taken is not None:
-                return self._report(taken[1], [p for p in priced if p is not taken[0]], budget)
-            limit = fitting[0].simulation.memory.total - excess[0]
+            best, seen = _fastest(fitting, lambda one: look(joint, one, budget), budget)
+            excess = seen.peak_bytes - budget
+            if excess <= 0:
+                return self._report(seen, [p for p in priced if p is not best], budget)
+            limit = best.simulation.memory.total - excess
         priced = self.candidates(joint)
         best = min(priced, key=lambda p: p.simulation.memory.total)
         seen = look(joint, best, best.simulation.memory.total)  # to the byte: it may be said to be a budget that works
-        if seen.priced.simulation.memory.total <= budget:
+        if seen.peak_bytes <= budget:
             return self._report(seen, [p for p in priced if p is not best], budget)
         raise self._infeasible(seen, [seen.priced if p is best else p for p in priced], budget)
 
@@ -232,7 +224,7 @@ class Compiler:
             plan = whole_plan(priced.plan, sample.runs, sample.splits)
             program = rewrite(graph, plan, check=False)
             simulation = self._run(program, self.optimizer, Copies.of(sample.standing))
-            if abs(simulation.memory.total - budget) > NEAR * budget:
+            if sample.runs == joint.runs or abs(simulation.memory.total - budget) > NEAR * budget:
                 break
         close = Priced(plan, simulation, standing=sample.standing)
         return _Seen(joint, graph, program, close, whole_plan(priced.plan, joint.runs, priced.splits))
@@ -316,7 +308,7 @@ class Compiler:
         check_plan_matches(plan, joint)
         seen = self._as_searched(joint, self.price(joint, plan))
         budget = budget_bytes(self.mem_gb, self.cluster)
-        if seen.priced.simulation.memory.total > budget:
+        if seen.peak_bytes > budget:
             raise self._infeasible(seen, [seen.priced], budget)
         return self._report(seen, [], budget)
 
@@ -396,6 +388,26 @@ class _Seen:
     def step_time_s(self) -> float:
         """Of `priced`."""
         return self.priced.simulation.step_time_s
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of `priced`."""
+        return self.priced.simulation.memory.total
+
+
+def _fastest(fitting: Sequence[Priced], look: Callable[[Priced], _Seen], budget: int) -> tuple[Priced, _Seen]:
+    """Of the first plans by the prices that are searched the one that is the fastest when looked at; if none of them is
+    within the budget then, the first."""
+    order = sorted(fitting, key=lambda p: (p.simulation.step_time_s, p.simulation.memory.total))
+    first = order[0], look(order[0])
+    best = first if first[1].peak_bytes <= budget else None
+    for one in order[1:NUM_LOOKS]:
+        if best is not None and one.simulation.step_time_s >= best[1].step_time_s:
+            break
+        seen = look(one)
+        if seen.peak_bytes <= budget and (best is None or seen.step_time_s < best[1].step_time_s):
+            best = one, seen
+    return best or first
 
 
 @contextmanager
