@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
 
+import autopar
 from autopar.graph import JointGraph
 from autopar.normalise import normalise
 from autopar.passes.pipeline import rewrite
@@ -49,3 +53,25 @@ def subject(model: nn.Module, *args: Any, **kwargs: Any) -> Subject:
     with Float64Throughout():
         joint = trace(model, args, kwargs)
     return Subject(model, args, kwargs, replace_random_ops(normalise(joint)))
+
+
+def trained_beside_one_device(
+    model: nn.Module, mesh: Any, strategy: str, batches: Sequence[tuple[Tensor, ...]], loss: Callable[[Any], Tensor]
+) -> autopar.ParallelModule:
+    """Take a step of AdamW with each batch, on this rank's rows and on one device beside it, and compare the last
+    gradients and the parameters; called on every rank."""
+    reference, rank, world = copy.deepcopy(model), dist.get_rank(), dist.get_world_size()
+    rows = [tuple(t.chunk(world)[rank] for t in batch) for batch in batches]
+    pm = autopar.parallelize(model, mesh, 1.0, strategy=strategy, example_inputs=rows[0])
+    for module, calls in ((pm, rows), (reference, batches)):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        for call in calls:
+            optimizer.zero_grad()
+            loss(module(*call)).backward()
+            optimizer.step()
+    expected = dict(reference.named_parameters())
+    for name, parameter in pm.named_parameters():
+        gradient, whole = parameter.grad.full_tensor(), parameter.detach().full_tensor()  # type: ignore[union-attr]
+        torch.testing.assert_close(gradient, expected[name].grad, rtol=0, atol=1e-10)
+        torch.testing.assert_close(whole, expected[name].detach(), rtol=0, atol=1e-9)
+    return pm

@@ -3,19 +3,17 @@ device; heads are in `test_uneven_heads.py`."""
 
 from __future__ import annotations
 
-import copy
+import operator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from pool import RankPool
-from programs import subject
+from programs import subject, trained_beside_one_device
 from tiny_models import TinyGpt, token_batch
 from torch import Tensor, nn
 
-import autopar
 from autopar.local_ops import mask_padding, pad_dim
 from autopar.placement import is_sharded
 from autopar.plan import Plan
@@ -95,21 +93,8 @@ def trains_unevenly(strategy: str, mesh: Any, seq: int = 8) -> set[int]:
     """Three steps of a model with an odd vocabulary; returns the sizes of this rank's parts of the table."""
     torch.manual_seed(0)
     model = TinyGpt(vocab=101, width=20, heads=4, layers=1).double()
-    reference, rank, world = copy.deepcopy(model), dist.get_rank(), dist.get_world_size()
     batches = [token_batch(8, seq, 101, seed) for seed in range(3)]
-    rows = [tuple(t.chunk(world)[rank] for t in batch) for batch in batches]
-    pm = autopar.parallelize(model, mesh, 1.0, strategy=strategy, example_inputs=rows[0])
-    for module, calls in ((pm, rows), (reference, batches)):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        for call in calls:
-            optimizer.zero_grad()
-            module(*call)["loss"].backward()
-            optimizer.step()
-    expected = dict(reference.named_parameters())
-    for name, parameter in pm.named_parameters():
-        gradient, whole = parameter.grad.full_tensor(), parameter.detach().full_tensor()
-        torch.testing.assert_close(gradient, expected[name].grad, rtol=0, atol=1e-10)
-        torch.testing.assert_close(whole, expected[name].detach(), rtol=0, atol=1e-9)
+    pm = trained_beside_one_device(model, mesh, strategy, batches, operator.itemgetter("loss"))
     return set(dict(pm.named_parameters())["tokens.weight"].to_local().shape)
 
 
