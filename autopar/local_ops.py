@@ -34,7 +34,7 @@ def pad_dim(value: torch.Tensor, dim: int, length: int, split: int = 1) -> torch
     if missing == 0:
         return value
     if split > 1:
-        return pad_dim(_parted(value, dim, split), dim + 1, length // split).flatten(dim, dim + 1)
+        return pad_dim(parted(value, dim, split), dim + 1, length // split).flatten(dim, dim + 1)
     pads = [0, 0] * (value.dim() - 1 - dim) + [0, missing]
     return torch.nn.functional.pad(value, pads)
 
@@ -51,7 +51,7 @@ def mask_padding(
     if missing == 0:
         return value
     masked = value.clone(memory_format=torch.contiguous_format if split > 1 else torch.preserve_format)
-    parts, place = (_parted(masked, dim, split), dim + 1) if split > 1 else (masked, dim)
+    parts, place = (parted(masked, dim, split), dim + 1) if split > 1 else (masked, dim)
     parts.narrow(place, length, missing).fill_(_neutral(value.dtype, reduce))
     return masked
 
@@ -73,7 +73,7 @@ def take_chunk(
     """This rank's chunk of a whole tensor, or of each of the `split` parts of its dim, by grains."""
     start, length = chunk_range(value.shape[dim] // (split * grain), num_chunks, index)
     if split > 1:
-        return _parted(value, dim, split).narrow(dim + 1, start * grain, length * grain).flatten(dim, dim + 1)
+        return parted(value, dim, split).narrow(dim + 1, start * grain, length * grain).flatten(dim, dim + 1)
     return value.narrow(dim, start * grain, length * grain)
 
 
@@ -84,11 +84,11 @@ def drop_padding(
     `mask_padding`."""
     length = chunk_range(size // grain, num_chunks, index)[1] * grain
     if split > 1 and value.shape[dim] > split * length:
-        return _parted(value, dim, split).narrow(dim + 1, 0, length).flatten(dim, dim + 1)
+        return parted(value, dim, split).narrow(dim + 1, 0, length).flatten(dim, dim + 1)
     return value.narrow(dim, 0, split * length)
 
 
-def _parted(value: torch.Tensor, dim: int, split: int) -> torch.Tensor:
+def parted(value: torch.Tensor, dim: int, split: int) -> torch.Tensor:
     """The tensor with its dim read as (split, rest); a view of a dense one."""
     shape = value.shape
     return value.reshape(*shape[:dim], split, shape[dim] // split, *shape[dim + 1 :])

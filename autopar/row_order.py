@@ -208,12 +208,7 @@ class _Region:
         written = not given.get("accumulate", True) and copies == 1 and self._kind(call["self"]) is None
         fits = call.out_shape[0] * copies == self.length and tuple(values.meta["val"].shape) == shape
         fits = fits and tuple(index.meta["val"].shape) == expected and given.get("dim", 0) == 0
-        if (
-            given.get("dim", 0) != 0
-            or tuple(index.meta["val"].shape) != expected
-            or not fits
-            or not (summed or written)
-        ):
+        if not fits or not (summed or written):
             raise _Open
         if isinstance(kind, _Places):
             self._take(call.node, values, 1)

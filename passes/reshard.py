@@ -145,7 +145,7 @@ class _Insertion:
         if key not in self.resharded and value.target is torch.ops.aten.full.default:
             self.resharded[key] = self._made_so(value, target, reader)
         if key not in self.resharded and reader is not value and self._is_better_repeated(value, target):
-            self.resharded[key] = self._repeat_on_whole(value, source, target, reader)
+            self.resharded[key] = self._repeat_on_whole(value, target, reader)
         if key not in self.resharded:
             mesh = self.plan.mesh
             words = describe_sharding(source, mesh), describe_sharding(target, mesh)
@@ -206,7 +206,8 @@ class _Insertion:
             return False
         # Positions and masks are small, and mostly shared as they are.
         floats = bool(value.meta["val"].is_floating_point())
-        return is_relayout(value) or (floats and 4 * self._bytes_read(value, target, set()) <= 3 * _bytes(value))
+        given = value.meta["val"].nbytes
+        return is_relayout(value) or (floats and 4 * self._bytes_read(value, target, set()) <= 3 * given)
 
     def _may_repeat(self, value: fx.Node, target: Sharding) -> bool:
         decided = self.assignment.nodes[source_of(value)[0]]
@@ -221,20 +222,24 @@ class _Insertion:
             is_there = self.assignment.of(operand) == wanted or key in self.resharded or key in seen
             if not is_there and operand.target is not torch.ops.aten.full.default:
                 seen.add(key)
-                own = _bytes(operand)
+                own = operand.meta["val"].nbytes
                 repeats = len(seen) < _MOST_REPEATED and self._may_repeat(operand, wanted)
                 total += min(own, self._bytes_read(operand, wanted, seen)) if repeats else own
         return total
 
     def _wanted_whole(self, value: fx.Node, target: Sharding) -> list[Sharding]:
         """How a call needs its operands to give its result as `target` has it, which is cut along fewer axes."""
-        kept = [now == then for now, then in zip(self.assignment.of(value), target, strict=True)]
+        kept = self._kept_axes(value, target)
         return [
             tuple(p if same else Replicate() for p, same in zip(needed, kept, strict=True))
             for needed in self.assignment.nodes[value].inputs
         ]
 
-    def _repeat_on_whole(self, value: fx.Node, source: Sharding, target: Sharding, reader: fx.Node) -> fx.Node:
+    def _kept_axes(self, value: fx.Node, target: Sharding) -> list[bool]:
+        """For each axis, whether a value lies as `target` has it."""
+        return [now == then for now, then in zip(self.assignment.of(value), target, strict=True)]
+
+    def _repeat_on_whole(self, value: fx.Node, target: Sharding, reader: fx.Node) -> fx.Node:
         """Gather what a call reads and call it again, so that less is gathered, or one gather serves all views."""
         decided = self.assignment.nodes[value]
         needs = iter(self._wanted_whole(value, target))
@@ -242,7 +247,7 @@ class _Insertion:
             (value.args, value.kwargs),
             lambda n: self._reshard(n, next(needs), reader) if is_tensor_node(n) else self.copies[n],
         )
-        kept = (now == then for now, then in zip(source, target, strict=True))
+        kept = self._kept_axes(value, target)
         cuts = tuple(cut if same else None for cut, same in zip(decided.cuts, kept, strict=True))
         meta = {**value.meta, "backward": reader.meta["backward"], "sharding": target, "cuts": cuts}
         return add_call(self.graph, value.target, args, kwargs, {**meta, "rule": decided.rule})
@@ -250,11 +255,6 @@ class _Insertion:
 
 _MOST_REPEATED = 16
 """How many values to look at before a gather stays where it is."""
-
-
-def _bytes(node: fx.Node) -> int:
-    value: torch.Tensor = node.meta["val"]
-    return value.numel() * value.element_size()
 
 
 def _width(dtype: torch.dtype) -> int:

@@ -106,6 +106,11 @@ class Guard:
         self.active = False
         self._control, self._search = control, search
 
+    @property
+    def can_search(self) -> bool:
+        """Whether it can say where a fault began, without which it must not be active."""
+        return self._search is not None
+
     def keep(self, step: BoundStep, tensors: Mapping[str, Tensor], seed: int) -> Replay | None:
         """What is needed to run a call again; None if nobody looks."""
         if not self.active:

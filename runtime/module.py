@@ -119,7 +119,7 @@ class ParallelModule(nn.Module):
         self._programs = Programs(max_specialisations)
         self._num_forwards = 0
         self._accumulation = Accumulation()
-        self._guard, self._can_search = Guard(self._control, search_nan), search_nan is not None
+        self._guard = Guard(self._control, search_nan)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._base_seed = self._control.gather(torch.initial_seed())[0] % 2**40
 
@@ -172,7 +172,7 @@ class ParallelModule(nn.Module):
 
     @stop_at_nan.setter
     def stop_at_nan(self, active: bool) -> None:
-        if active and not self._can_search:
+        if active and not self._guard.can_search:
             raise InputError("this module was made without a way to search for NaN: make it by autopar.parallelize")
         self._guard.active = active
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import PlanError, VerificationError
-from autopar.local_ops import take_chunk
+from autopar.local_ops import parted, take_chunk
 from autopar.mesh import Mesh
 from autopar.placement import (
     DimCut,
@@ -122,13 +122,8 @@ def _piece(tensor: Tensor, cut: DimCut, num_parts: int, position: int) -> Tensor
 def _join(pieces: list[Tensor], cut: DimCut) -> Tensor:
     if cut.split == 1:
         return torch.cat(pieces, cut.dim)
-    return torch.cat([_read_as_two(piece, cut) for piece in pieces], cut.dim + 1).flatten(cut.dim, cut.dim + 1)
-
-
-def _read_as_two(tensor: Tensor, cut: DimCut) -> Tensor:
-    """The tensor with its dim read as (split, rest)."""
-    shape = tensor.shape
-    return tensor.reshape(*shape[: cut.dim], cut.split, shape[cut.dim] // cut.split, *shape[cut.dim + 1 :])
+    parts = [parted(piece, cut.dim, cut.split) for piece in pieces]
+    return torch.cat(parts, cut.dim + 1).flatten(cut.dim, cut.dim + 1)
 
 
 def _groups(parts: dict[tuple[int, ...], Tensor], axis: int) -> dict[tuple[int, ...], list[Tensor]]:
