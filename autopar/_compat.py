@@ -112,6 +112,7 @@ __all__ = [
     "sequence_number",
     "shares_storage",
     "storage_id",
+    "storage_users",
     "timeout_of_default_group",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -550,6 +551,11 @@ def shares_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that names a tensor's allocation as long as that lives; on the meta device too."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many hold on to a tensor's memory, threads of PyTorch's own among them; this function is one."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 @contextlib.contextmanager
