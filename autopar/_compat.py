@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch._C import _NodeBase
 from torch._decomp import decomposition_table, get_decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import _compiling_state_context
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
@@ -88,10 +89,12 @@ __all__ = [
     "allocator_events",
     "around_calls",
     "as_captured",
+    "autograd_nodes",
     "below_autograd",
     "broadcast_coalesced",
     "capture_joint",
     "core_decompositions",
+    "current_autograd_node",
     "detect_fake_mode",
     "device_of",
     "dtensor_like",
@@ -100,7 +103,9 @@ __all__ = [
     "fsdp_memory_peaks",
     "give_default_timeout",
     "grouped_mm",
+    "has_effects",
     "is_custom_function",
+    "is_dense_fake",
     "is_plain_fake",
     "job_store",
     "lists_by_items",
@@ -383,8 +388,18 @@ def capture_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...], mode: Fak
 @contextlib.contextmanager
 def as_captured(mode: FakeTensorMode) -> Iterator[None]:
     """A context in which a model's code takes the ways that it takes in `capture_joint`."""
-    with tracing(TracingContext(mode)), _compiling_state_context(), _direct_checkpoint(), _quiet_fake_tensors():
-        yield
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        with (
+            tracing(TracingContext(mode)),
+            _compiling_state_context(),
+            enable_python_dispatcher(),
+            _direct_checkpoint(),
+            _quiet_fake_tensors(),
+        ):
+            yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
@@ -392,9 +407,19 @@ def device_of(tensor: torch.Tensor) -> torch.device:
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
+def is_dense_fake(value: object) -> bool:
+    """Whether a value is a fake tensor of known sizes that is dense."""
+    if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
+        return False
+    return all(type(n) is int for n in value.shape)
+
+
 def is_plain_fake(value: object) -> bool:
-    """Whether a value is a fake tensor of known sizes whose values are unknown."""
-    return isinstance(value, FakeTensor) and value.constant is None and all(type(n) is int for n in value.shape)
+    """Whether a value is a dense fake tensor of which no more is known than its sizes, strides, dtype and device.
+
+    A complex one may stand for its conjugate.
+    """
+    return is_dense_fake(value) and value.constant is None and not value.dtype.is_complex  # type: ignore[attr-defined]
 
 
 def meta_of(tensor: FakeTensor) -> torch.Tensor:
@@ -429,6 +454,30 @@ def values_of(tensor: torch.Tensor) -> Any:
 def sequence_number() -> int:
     """The number that autograd gives to the next node that this thread makes."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def autograd_nodes(roots: Iterable[Any]) -> list[Any]:
+    """All nodes of an autograd graph that the nodes `roots` lead to, and these."""
+    seen = set(roots)
+    found = list(seen)
+    for node in found:  # which grows
+        new = {source for source, _ in node.next_functions if source is not None} - seen
+        seen |= new
+        found += new
+    return found
+
+
+def current_autograd_node() -> Any:
+    """The node of autograd's graph that this thread runs; None if it runs none."""
+    return torch._C._current_autograd_node()
+
+
+@functools.cache
+def has_effects(op: OpOverload) -> bool:
+    """Whether an op acts by something else than its result, so that AOTAutograd would keep its place."""
+    from torch._higher_order_ops.effects import _get_effect
+
+    return not op._schema.returns or _get_effect(op) is not None
 
 
 def has_backward_hooks(model: nn.Module) -> bool:

@@ -1,9 +1,10 @@
-"""From AOTAutograd's graph to a `JointGraph`: inputs and outputs named, owners assigned, what cannot be run refused."""
+"""From a captured graph to a `JointGraph`: inputs and outputs named, owners assigned, what cannot be run refused."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -24,24 +25,54 @@ from autopar.graph import GraphInput, GraphOutput, InputKind, JointGraph, Output
 from autopar.ownership import assign_owners, traced_module
 from autopar.signature import undivided_kind
 
+ASSERTIONS = {
+    torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_tensor_metadata.default,
+}  # fmt: skip
+"""Checks of values and of metadata, which give nothing."""
 
-def joint_graph(captured: fx.GraphModule, flat: FlatModule, batch_dims: Mapping[str, int]) -> JointGraph:
-    """Name inputs and outputs by AOTAutograd's descriptors, drop what is not asked for, and assign owners."""
+
+@dataclass(frozen=True)
+class Captured:
+    """A joint graph as it was captured.
+
+    Attributes:
+        module: the graph; its result is one tuple.
+        inputs: what each placeholder is.
+        outputs: what each result is; None: something that nobody asked for.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput | None, ...]
+
+
+def captured_by_aot(module: fx.GraphModule, flat: FlatModule) -> Captured:
+    """What AOTAutograd's descriptors say of its graph."""
+    _refuse_effects(module.graph)
+    inputs = tuple(_graph_input(node.meta["desc"], flat) for node in module.graph.find_nodes(op="placeholder"))
+    output_node = module.graph.output_node()
+    descriptions = output_node.meta["desc"]
+    outputs = tuple(None if desc is None else _graph_output(desc, flat) for desc in descriptions)
+    pairs = zip(output_node.args[0], descriptions, strict=True)  # type: ignore[arg-type]
+    output_node.args = (tuple(copied(n) if isinstance(desc, PlainAOTOutput) else n for n, desc in pairs),)
+    return Captured(module, inputs, outputs)
+
+
+def joint_graph(captured: Captured, flat: FlatModule, batch_dims: Mapping[str, int]) -> JointGraph:
+    """Name inputs and outputs, drop what is not asked for, and assign owners."""
     assert flat.output_tree is not None
-    graph = captured.graph
-    _refuse_effects(graph)
-    inputs = tuple(_graph_input(node.meta["desc"], flat) for node in graph.find_nodes(op="placeholder"))
+    graph, inputs = captured.module.graph, captured.inputs
     placeholders = _named_placeholders(graph, inputs)
     trains = any(spec.kind is InputKind.TANGENT for spec in inputs)
 
     _drop_profiler_marks(graph)
     output_node = graph.output_node()
     returned: dict[GraphOutput, fx.Node | None] = {}
-    for value, desc in zip(output_node.args[0], output_node.meta["desc"], strict=True):  # type: ignore[arg-type]
-        if desc is not None:
-            spec = _graph_output(desc, flat)
+    for value, spec in zip(output_node.args[0], captured.outputs, strict=True):  # type: ignore[arg-type]
+        if spec is not None:
             _refuse_sparse(spec, value)
-            returned[spec] = _strip_copy(value) if isinstance(desc, PlainAOTOutput) else value
+            returned[spec] = value
     outputs = [GraphOutput(OutputKind.OUTPUT, path) for path in flat.output_tree.paths]
     outputs += [spec for spec in returned if spec.kind is OutputKind.MUTATION]
     if trains:
@@ -49,7 +80,7 @@ def joint_graph(captured: fx.GraphModule, flat: FlatModule, batch_dims: Mapping[
     values = [returned.get(spec) for spec in outputs]
     output_node.args = (tuple(values),)
     output_node.meta = {}
-    _inline_scalar_constants(captured)
+    _inline_scalar_constants(captured.module)
     graph.eliminate_dead_code()
 
     for node, source in zip(placeholders, inputs, strict=True):
@@ -66,8 +97,8 @@ def joint_graph(captured: fx.GraphModule, flat: FlatModule, batch_dims: Mapping[
     graph.set_codegen(fx.graph.CodeGen())  # plain positional arguments
     graph.lint()
     return JointGraph(
-        module=LazyGraphModule(captured, graph), inputs=inputs, outputs=tuple(outputs), batch_dims=dict(batch_dims),
-        tied=dict(flat.state.tied), trains=trains, output_tree=flat.output_tree,
+        module=LazyGraphModule(captured.module, graph), inputs=inputs, outputs=tuple(outputs),
+        batch_dims=dict(batch_dims), tied=dict(flat.state.tied), trains=trains, output_tree=flat.output_tree,
     )  # fmt: skip
 
 
@@ -159,7 +190,7 @@ def _mutated_buffer(desc: InputMutationAOTOutput, flat: FlatModule) -> str:
     )
 
 
-def _strip_copy(copy: fx.Node) -> fx.Node:
+def copied(copy: fx.Node) -> fx.Node:
     """What `FlatModule` made a copy of to return it; the copy itself if that shares memory with an input."""
     assert copy.target is torch.ops.aten.clone.default
     source = copy.args[0]

@@ -1,10 +1,9 @@
-"""The model as AOTAutograd wants it: a function from tensors to tensors."""
+"""The model as tracing wants it: a function from tensors to tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,25 +15,10 @@ from autopar.precision import WideLosses, at_least_float32
 from autopar.signature import CallSignature, OutputTree, flatten_output
 
 
-@dataclass(frozen=True)
-class Foretold:
-    """What a model returns that changes nothing in place, known from an earlier run.
-
-    Attributes:
-        specs: what it returns and which buffers it replaces.
-        tree: how its return value is made of tensors.
-        kinds: for each of `specs` shape, dtype, device, and whether it requires grad.
-    """
-
-    specs: tuple[GraphOutput, ...]
-    tree: OutputTree
-    kinds: tuple[tuple[torch.Size, torch.dtype, torch.device, bool], ...]
-
-
 class FlatModule(nn.Module):
     """The model as a function from its parameters, buffers and input tensors to its output tensors.
 
-    AOTAutograd sees the model's tensors as plain inputs, each once however many names it has.  Parameters are cast to
+    The model's tensors are plain inputs, each once however many names it has.  Parameters are cast to
     the dtypes in which they are used, so that from here on mixed precision is nothing but casts in the graph.
     """
 
@@ -55,19 +39,15 @@ class FlatModule(nn.Module):
         self.output_tree: OutputTree | None = None
         self.outputs: tuple[GraphOutput, ...] = ()
         self.held: dict[GraphInput, torch.Tensor] = {}
-        self.foretold: Foretold | None = None
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The model's output tensors and its buffers' new values, given its parameters, buffers and inputs.
+        """What `returned` makes of `run`, for AOTAutograd."""
+        return self.returned(*self.run(*tensors))
 
-        AOTAutograd calls this twice: the first time it learns what kinds of outputs there are, and which inputs change.
-        Where that is `foretold`, the model does not run for it.
-        """
-        if self.foretold is not None:
-            outputs, reassigned = self._stand_ins(self.foretold, tensors)
-            self.foretold = None
-        else:
-            outputs, reassigned = self.run(*tensors)
+    def returned(
+        self, outputs: Sequence[torch.Tensor], reassigned: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """The model's output tensors, those that get no tangents detached, and its buffers' new values."""
         with_tangent = [t.requires_grad for t in outputs]
         if any(wanted and t.ndim == 0 for wanted, t in zip(with_tangent, outputs, strict=True)):
             with_tangent = [wanted and t.ndim == 0 for wanted, t in zip(with_tangent, outputs, strict=True)]
@@ -76,20 +56,6 @@ class FlatModule(nn.Module):
         # it expect contiguous tangents.
         returned = (*outputs, *(t.detach() for t in reassigned.values()))
         return tuple(t.clone(memory_format=torch.contiguous_format) for t in returned)
-
-    def _stand_ins(
-        self, foretold: Foretold, tensors: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Tensors like those that `run` gives."""
-        self.outputs, self.output_tree = foretold.specs, foretold.tree
-        made = []
-        for shape, dtype, device, requires_grad in foretold.kinds:
-            anchors = (t.sum().to(dtype) for t in tensors if t.requires_grad)
-            value = next(anchors) if requires_grad else torch.zeros((), dtype=dtype, device=device)
-            made.append(value.expand(shape))
-        num_outputs = len(foretold.tree.paths)
-        names = (spec.path for spec in foretold.specs[num_outputs:])
-        return made[:num_outputs], dict(zip(names, made[num_outputs:], strict=True))
 
     def run(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """What the model returns, and the tensors to which it sets buffers, by their names."""

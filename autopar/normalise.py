@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import batch_norm, composites
 from autopar._compat import OpOverload, core_decompositions, detect_fake_mode, tree_leaves
+from autopar.captured import ASSERTIONS
 from autopar.graph import JointGraph
 from autopar.row_order import sort_within_rows
 
@@ -75,11 +76,8 @@ _SAME_SHAPE_NO_OP = {aten.view.default, aten._unsafe_view.default, aten.reshape.
 def drop_assertions(graph: fx.Graph) -> None:
     """Remove checks of values and of metadata: they return nothing, and on a shard they would see something else."""
     for node in _calls(graph):
-        if node.target in _ASSERTIONS:
+        if node.target in ASSERTIONS:
             graph.erase_node(node)
-
-
-_ASSERTIONS = {aten._assert_async.default, aten._assert_async.msg, aten._assert_tensor_metadata.default}
 
 
 def cancel_transposes(graph: fx.Graph) -> None:

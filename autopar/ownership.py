@@ -44,6 +44,11 @@ def current_module() -> str | None:
     return path
 
 
+def annotation(path: str | None) -> dict[str, object]:
+    """What a node's `meta` has, whose module is `path`, if it is written and not traced."""
+    return {} if path is None else {"custom": {_ANNOTATION: path}}
+
+
 def traced_module(node: fx.Node) -> str | None:
     """The module in whose call a node of a graph was traced; None if that is not known."""
     path: str | None = (node.meta.get("custom") or {}).get(_ANNOTATION)

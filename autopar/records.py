@@ -1,12 +1,12 @@
 """What a model does when it is called: every op that it runs, what each reads, and which block of a stack runs it.
 
-A record is made by running the forward pass on fake tensors, without a graph.  It is compared, not executed: two blocks
-whose stretches of a record are alike do the same, forward and backward.
+A record is made by running the forward pass on fake tensors.  It is compared, not executed: two blocks whose stretches
+of a record are alike do the same, forward and backward.  A `GraphWriter` makes a graph of what is recorded meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,15 +19,18 @@ from autopar._compat import (
     FakeTensorMode,
     TorchDispatchMode,
     as_captured,
+    autograd_nodes,
     device_of,
     is_custom_function,
     is_plain_fake,
     meta_of,
     sequence_number,
+    tree_map_only,
     values_of,
 )
-from autopar.flat_module import FlatModule, Foretold
+from autopar.flat_module import FlatModule
 from autopar.graph import GraphOutput
+from autopar.graph_writer import GraphWriter
 from autopar.ownership import current_module
 from autopar.regions import prefixes
 
@@ -57,7 +60,6 @@ class Record:
         grads: the nodes of autograd's graph, as they were made: their sequence number and a number that stands for
             the kind and the constants of a user's own function.
         outputs: what the call returns and which buffers it replaces: by what, and whether that requires grad.
-        foretold: the same by its kinds; None if some op wrote to a tensor in place.
     """
 
     ops: list[int] = field(default_factory=list)
@@ -65,7 +67,6 @@ class Record:
     grads_at: list[int] = field(default_factory=list)
     grads: list[tuple[int, int]] = field(default_factory=list)
     outputs: dict[GraphOutput, tuple[Token, bool]] = field(default_factory=dict)
-    foretold: Foretold | None = None
 
     def extents(self, blocks: Iterable[str]) -> dict[str, Extent]:
         """Where each of the modules `blocks` runs, from its first op to its last; those without ops are left out."""
@@ -85,7 +86,11 @@ class Record:
 
 
 def record_call(
-    flat: FlatModule, inputs: Sequence[torch.Tensor], numbers: dict[Hashable, int], known: KnownResults
+    flat: FlatModule,
+    inputs: Sequence[torch.Tensor],
+    numbers: dict[Hashable, int],
+    known: KnownResults,
+    writer: GraphWriter | None = None,
 ) -> Record:
     """Run a model once, under `annotate_modules`.
 
@@ -94,43 +99,34 @@ def record_call(
         inputs: its arguments, tensors of `known.mode`.
         numbers: the numbers that stand for ops; records that share it can be compared.
         known: results of ops; records that share it take less time.
+        writer: writes the joint graph of what is recorded.
+
+    Raises:
+        UnwritableError: if the writer cannot write that graph.
     """
-    recorder = _Recorder(flat, numbers, known)
+    recorder = _Recorder(flat, numbers, known, writer)
     try:
-        with as_captured(known.mode), known.mode, recorder, _Functions(recorder):
-            outputs, reassigned = flat.run(*inputs)
+        with as_captured(known.mode), known.mode, recorder:
+            with _Functions(recorder):
+                outputs, reassigned = flat.run(*inputs)
+            recorder.end(outputs, reassigned)
+            if writer is not None:
+                writer.finish(flat, inputs, flat.returned(outputs, reassigned))
     finally:
         flat.state.restore()
-    results = [*outputs, *reassigned.values()]
-    record = recorder.record
-    record.outputs = {spec: (recorder.token(t), t.requires_grad) for spec, t in zip(flat.outputs, results, strict=True)}
-    if not recorder.writes:
-        assert flat.output_tree is not None
-        kinds = tuple((t.shape, t.dtype, device_of(t), t.requires_grad) for t in results)
-        record.foretold = Foretold(flat.outputs, flat.output_tree, kinds)
-    nodes = _autograd_nodes([t.grad_fn for t in results if t.grad_fn is not None])
-    # What comes before casts parameters.
-    record.grads = [(at, recorder.number(kind)) for at, kind in nodes if at >= recorder.begin]
-    return record
+    return recorder.record
 
 
-def _autograd_nodes(roots: Iterable[Any]) -> list[tuple[int, Hashable]]:
+def _kinds_of_nodes(roots: Iterable[Any]) -> list[tuple[int, Hashable]]:
     """Sequence number and kind of every node of an autograd graph that stands for an op, as they were made."""
-    seen = set(roots)
-    remaining = list(seen)
     found: list[tuple[int, Hashable]] = []
-    while remaining:
-        node = remaining.pop()
-        if node.name() == _LEAF:
-            continue
+    for node in autograd_nodes(roots):
         kind: Hashable = node.name()
+        if kind == _LEAF:
+            continue
         if is_custom_function(node):
             kind = (type(node), tuple((name, _attribute(value)) for name, value in sorted(vars(node).items())))
         found.append((node._sequence_nr(), kind))
-        for source, _ in node.next_functions:
-            if source is not None and source not in seen:
-                seen.add(source)
-                remaining.append(source)
     return sorted(found, key=lambda pair: pair[0])
 
 
@@ -159,6 +155,7 @@ class KnownResults:
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode, self._fake = mode, FakeMaker(mode)
         self._found: dict[int, Any] = {}
+        self._values: dict[int, Any] = {}
 
     def result(self, op: int) -> Any:
         """New tensors like those that an op gave; None if that is not known."""
@@ -166,6 +163,18 @@ class KnownResults:
         if isinstance(found, list):
             return [self._fake(*one) for one in found]
         return None if found is None else self._fake(*found)
+
+    def value(self, op: int, result: Any) -> Any:
+        """What `result` of an op is like, in fake tensors that have no part in autograd's graph."""
+        if op not in self._found:
+            return tree_map_only(FakeTensor, self.like, result)
+        if op not in self._values:
+            self._values[op] = self.result(op)
+        return self._values[op]
+
+    def like(self, tensor: FakeTensor) -> FakeTensor:
+        """A tensor of the size, strides, dtype and device of another."""
+        return self._fake(meta_of(tensor), tensor.fake_device)
 
     def add(self, op: int, func: Any, reads: Sequence[torch.Tensor], result: Any) -> None:
         """Note what an op gave, if it would give the same again."""
@@ -179,25 +188,36 @@ class KnownResults:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down each op that is called while it is active and the model's own code runs."""
 
-    def __init__(self, flat: FlatModule, numbers: dict[Hashable, int], known: KnownResults) -> None:
+    def __init__(
+        self, flat: FlatModule, numbers: dict[Hashable, int], known: KnownResults, writer: GraphWriter | None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = known
+        self._known, self._writer = known, writer
         self._kinds: dict[int, int] = {}
         self.record = Record()
         self.grads_at = 0  # nodes of autograd's graph when the last function was called
-        self.begin = -1  # nodes of autograd's graph when the model's own code begins
-        self.writes = False  # whether an op wrote to a tensor in place
+        self._begin = -1  # nodes of autograd's graph when the model's own code begins
+        self._ended = False
         self._flat, self._numbers = flat, numbers
         self._tokens: dict[int, Token] = {}
         self._alive: list[torch.Tensor] = []  # so that no two tensors have one id
 
-    def _begins(self) -> bool:
-        """Whether the model's own code has begun; until then its parameters are cast."""
-        if self.begin < 0 and current_module() is not None:
-            self.begin = self.grads_at
+    def _records(self) -> bool:
+        """Whether it is the model's own code that runs: what comes before casts its parameters."""
+        if self._begin < 0 and current_module() is not None:
+            self._begin = self.grads_at
             self._tokens = {id(t): spec for spec, t in self._flat.held.items()}
             self._alive += self._flat.held.values()
-        return self.begin >= 0
+        return self._begin >= 0 and not self._ended
+
+    def end(self, outputs: Sequence[torch.Tensor], reassigned: Mapping[str, torch.Tensor]) -> None:
+        """The model has run, and this is what it gave: what is called from now on is not recorded."""
+        self._ended = True
+        results = [*outputs, *reassigned.values()]
+        pairs = zip(self._flat.outputs, results, strict=True)
+        self.record.outputs = {spec: (self.token(t), t.requires_grad) for spec, t in pairs}
+        nodes = _kinds_of_nodes([t.grad_fn for t in results if t.grad_fn is not None])
+        self.record.grads = [(at, self.number(kind)) for at, kind in nodes if at >= self._begin]
 
     def token(self, tensor: torch.Tensor) -> Token:
         """What stands for a tensor."""
@@ -225,24 +245,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:  # asked twice for each op
             return device_of(args[0])
         kwargs = kwargs or {}
-        if not self._begins():
+        records = self._records()
+        if not records and self._writer is None:
             return func(*args, **kwargs)
-        self.writes = self.writes or func._schema.is_mutable
         reads: list[torch.Tensor] = []
         constants = self._constants(args, reads), self._constants(tuple(kwargs.items()), reads)
         op = self.number((func, constants, tuple(map(self._kind, reads))))
-        tokens = [self.token(tensor) for tensor in reads]
+        tokens = [self.token(tensor) for tensor in reads] if records else []
         result = self._known.result(op)
         if result is None:
             result = func(*args, **kwargs)
             self._known.add(op, func, reads, result)
-        position = len(self.record.ops)
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        for index, tensor in enumerate(results):
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in self._tokens:
-                self._tokens[id(tensor)] = (position, index)
-                self._alive.append(tensor)
-        self._note(op, tokens)
+        if self._writer is not None:
+            self._writer.call(func, args, kwargs, result, self._known.value(op, result))
+        if records:
+            position = len(self.record.ops)
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            for index, tensor in enumerate(results):
+                if isinstance(tensor, torch.Tensor) and id(tensor) not in self._tokens:
+                    self._tokens[id(tensor)] = (position, index)
+                    self._alive.append(tensor)
+            self._note(op, tokens)
         return result
 
     def _kind(self, tensor: torch.Tensor) -> int:

@@ -16,11 +16,12 @@ import torch
 from torch import fx, nn
 
 from autopar._compat import FakeTensorMode, KnownOps, capture_joint, new_fake_mode
-from autopar.captured import has_symbol, joint_graph
+from autopar.captured import Captured, captured_by_aot, has_symbol, joint_graph
 from autopar.errors import AutoparError, InputError, TraceError
-from autopar.flat_module import FlatModule, Foretold
+from autopar.flat_module import FlatModule
 from autopar.fold import find_runs, find_stacks, held_only, is_unmoved
 from autopar.graph import JointGraph
+from autopar.graph_writer import GraphWriter, UnwritableError
 from autopar.known_values import KnownValues
 from autopar.model_state import ModelState
 from autopar.ownership import annotate_modules
@@ -112,21 +113,42 @@ class _Call:
     dtype: torch.dtype | None
     known: KnownOps = field(default_factory=dict)
 
-    def joint(self, state: ModelState, foretold: Foretold | None = None) -> JointGraph:
-        """The graph of the model as it is now, whose state is `state`; `foretold` if it was recorded."""
-        captured, flat = self._capture(state, allow_value_reads=True, foretold=foretold)
-        joint = joint_graph(captured, flat, self.batch_dims)
+    def joint(self, state: ModelState) -> JointGraph:
+        """The graph of the model as it is now, whose state is `state`."""
+        try:
+            return self._written(state, {}, KnownResults(new_fake_mode(known=self.known)))[1]
+        except Exception as error:  # noqa: BLE001  (the model's own: AOTAutograd meets it again)
+            _LOGGER.debug("not written as the model runs: %s", error)
+        return self._captured(state)
+
+    def _captured(self, state: ModelState) -> JointGraph:
+        """The same by AOTAutograd, of any model."""
+        captured, flat = self._capture(state, allow_value_reads=True)
+        joint = joint_graph(captured_by_aot(captured, flat), flat, self.batch_dims)
         if any(has_symbol(node.meta.get("val")) for node in joint.module.graph.nodes):
             # Values of tensors became symbols.  Trace again with such reads forbidden, only to learn where they are.
             self._capture(state, allow_value_reads=False)
             raise TraceError("the model's shapes or scalars depend on the values of tensors, so it is no single graph")
         return joint
 
-    def _capture(
-        self, state: ModelState, allow_value_reads: bool, foretold: Foretold | None = None
-    ) -> tuple[fx.GraphModule, FlatModule]:
+    def _written(
+        self, state: ModelState, numbers: dict[Hashable, int], known: KnownResults
+    ) -> tuple[Record, JointGraph]:
+        """A record of the model as it is now, and the graph that is written meanwhile.
+
+        Raises:
+            UnwritableError: if it cannot be written so.
+        """
         flat = FlatModule(self.model, state, self.signature, self.used)
-        flat.foretold = foretold
+        inputs = self._fakes(state, known.mode)
+        writer = GraphWriter(flat, inputs, known)
+        with self._grad_mode(), KnownValues():
+            record = record_call(flat, inputs, numbers, known, writer)
+        captured = Captured(writer.module, writer.inputs, writer.outputs)
+        return record, joint_graph(captured, flat, self.batch_dims)
+
+    def _capture(self, state: ModelState, allow_value_reads: bool) -> tuple[fx.GraphModule, FlatModule]:
+        flat = FlatModule(self.model, state, self.signature, self.used)
         mode = new_fake_mode(allow_value_reads, self.known)
         inputs = self._fakes(state, mode)
         try:
@@ -164,10 +186,14 @@ class _Call:
                 return None
             with held_only(self.model, runs):
                 state = ModelState(self.model)
-                held = self._record(state, numbers, known)
+                try:
+                    held, joint = self._written(state, numbers, known)
+                except UnwritableError as error:
+                    _LOGGER.debug("not written as the model runs: %s", error)
+                    held, joint = self._record(state, numbers, known), None
                 if not is_unmoved(everything, held, runs):
                     return None
-                joint = self.joint(state, held.foretold)
+                joint = joint or self._captured(state)
             joint.runs = runs
             check_unfolds(joint)
             inputs, _, tied = whole_names(joint)

@@ -1,0 +1,181 @@
+"""The graph that is written while a model runs is node for node the one that AOTAutograd makes, or is left to that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.errors import TraceError
+from autopar.graph import JointGraph, graph_lines
+from autopar.graph_writer import GraphWriter, UnwritableError
+from autopar.normalise import normalise
+from autopar.trace import trace
+from tests.deep_models import FOLDED, WHOLE
+from tests.tiny_models import ConvNet
+
+
+@contextmanager
+def by_aot() -> Iterator[None]:
+    """Inside, no graph is written."""
+
+    def refuse(*_: Any) -> None:
+        raise UnwritableError("left to AOTAutograd")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphWriter, "finish", refuse)
+        yield
+
+
+@contextmanager
+def by_writer() -> Iterator[None]:
+    """Inside, AOTAutograd cannot be used."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the graph was not written")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autopar.trace.capture_joint", refuse)
+        yield
+
+
+def described(joint: JointGraph, owners: bool = True) -> list[tuple[Any, ...]]:
+    """Inputs, outputs and every node of a graph, with its strides and the module that owns it."""
+    graph = joint.module.graph
+    nodes = zip(graph_lines(graph), graph.nodes, strict=True)
+    described = [
+        (line, node.meta["module"] if owners else "", node.meta.get("backward"), strides(node)) for line, node in nodes
+    ]
+    return [(joint.inputs, joint.outputs, joint.trains, joint.tied), *described]
+
+
+def strides(node: torch.fx.Node) -> Any:
+    value = node.meta.get("val")
+    return value.stride() if isinstance(value, Tensor) else None
+
+
+def both(model: nn.Module, args: tuple[Any, ...], kwargs: Any = None, **settings: Any) -> tuple[JointGraph, JointGraph]:
+    """The graph as it is written, and as AOTAutograd makes it, without ops that do nothing."""
+    with by_writer():
+        written = trace(model, args, kwargs or {}, **settings)
+    with by_aot():
+        made = trace(model, args, kwargs or {}, **settings)
+    return normalise(written), normalise(made)
+
+
+def check_same(*call: Any, owners: bool = True, **settings: Any) -> None:
+    written, made = both(*call, **settings)
+    for one, other in zip(described(written, owners), described(made, owners), strict=True):
+        assert one == other
+
+
+@pytest.mark.parametrize("name", ["alternating_experts", "bert", "gemma3", "gpt2_dropout", "llama", "tiny_gpt"])
+def test_models(name: str) -> None:
+    build, call, _ = FOLDED[name]
+    args, kwargs = call()
+    check_same(build(), args, kwargs, num_ranks=2)
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE))
+def test_models_with_hooks_functions_and_other_oddities(name: str) -> None:
+    build, call = WHOLE[name]
+    args, kwargs = call()
+    check_same(build(), args, kwargs, owners="hooks" not in name)  # a hook's ops belong to whoever's gradient it gets
+
+
+def test_a_view_of_what_was_written_in_place_may_stand_elsewhere() -> None:
+    """AOTAutograd makes such views anew where they are read."""
+    build, call, _ = FOLDED["mixtral"]
+    args, kwargs = call()
+    written, made = both(build(), args, kwargs)
+    kinds = [
+        Counter((n.target, str(strides(n)), n.meta["module"], n.meta.get("backward")) for n in joint.module.graph.nodes)
+        for joint in (written, made)
+    ]
+    calls = [{kind: count for kind, count in one.items() if not isinstance(kind[0], str)} for one in kinds]
+    assert calls[0] == calls[1]
+
+
+class Apply(nn.Module):
+    """A function of a linear layer's result."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.layer = function, nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x))
+
+
+def masked(x: Tensor) -> Tensor:
+    mask = torch.zeros_like(x, dtype=torch.bool)
+    mask[:, 2] = True
+    return x.masked_fill(mask, 0.0)
+
+
+def written_by_index(x: Tensor) -> Tensor:
+    order = x.detach()[:, 0].argsort()
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return x[places]
+
+
+WRITTEN: dict[str, Callable[[Tensor], Any]] = {
+    "dropout": lambda x: F.dropout(x, 0.3).square(),
+    "in_place": lambda x: (x * 2).add_(x).mul_(0.5).relu_(),
+    "in_place_by_index": written_by_index,
+    "in_place_narrower": lambda x: (x * 2).add_(torch.ones(6, dtype=torch.bfloat16)),
+    "scalar": lambda x: x * torch.tensor(0.5) + torch.tensor([1.0, 2.0] * 3),
+    "several_results": lambda x: torch.cat(list(reversed(x.split(2, 1))), 1).sort(1)[0],
+    "complex": lambda x: torch.view_as_complex(x.unflatten(1, (3, 2))).conj().abs(),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+    "interpolated": lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
+    "indexed": lambda x: x[torch.tensor([1, 0, 1])],
+    "without_gradient": lambda x: (x.sum(), x.detach() * 2),
+    "no_tangent": lambda x: x.detach() + 1,
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.long), ignore_index=2),
+    "binary": lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("train", [True, False])
+def test_functions(name: str, train: bool) -> None:
+    check_same(Apply(WRITTEN[name]), (torch.randn(4, 6),), train=train)
+
+
+def shifted(x: Tensor) -> Tensor:
+    moved = torch.zeros_like(x)
+    moved[:, 1:] = x[:, :-1]
+    return moved
+
+
+LEFT_TO_AOT: dict[str, Callable[[Tensor], Any]] = {
+    "part_written": shifted,
+    "view_written": lambda x: (y := x * 2, y[:, 0].mul_(2), y)[2],
+    "mask_written": masked,
+    "inverse": lambda x: torch.linalg.inv(x[:4, :4]),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_TO_AOT)
+def test_what_is_not_written(name: str) -> None:
+    """What writes through a view, or acts by more than its result, is left to AOTAutograd."""
+    model = Apply(LEFT_TO_AOT[name])
+    with by_writer(), pytest.raises(TraceError, match="the graph was not written"):
+        trace(model, (torch.randn(4, 6),), {})
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_batch_statistics_are_left_to_aot(counts: bool) -> None:
+    """Buffers change, with a count of batches or, called as a function, in an op whose schema does not say so."""
+    model = ConvNet() if counts else Apply(lambda x: F.batch_norm(x, torch.zeros(6), torch.ones(6), training=True))
+    call = (torch.randn(4, 3, 8, 8),) if counts else (torch.randn(4, 6),)
+    with by_writer(), pytest.raises(TraceError, match="the graph was not written"):
+        trace(model, call, {})
