@@ -42,6 +42,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
@@ -394,6 +395,7 @@ def as_captured(mode: FakeTensorMode) -> Iterator[None]:
             tracing(TracingContext(mode)),
             _compiling_state_context(),
             enable_python_dispatcher(),
+            _force_original_view_tracking(True),  # a view that is written to is made anew by what made it
             _direct_checkpoint(),
             _quiet_fake_tensors(),
         ):

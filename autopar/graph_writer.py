@@ -1,7 +1,6 @@
 """Write the joint graph of a model while it runs on fake tensors: each op as it is called, forward and then backward.
 
-AOTAutograd does the same and more: it runs the model twice, and makes functional what writes to tensors in place.  That
-takes several times as long, and of models that write nothing the graph is the same.
+AOTAutograd does the same and more, and takes several times as long.  Where this can write a graph it is the same.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from autopar._compat import (
 from autopar.captured import ASSERTIONS, copied
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
 from autopar.ownership import annotation, current_module
+from autopar.views import Views, gives_views
 
 if TYPE_CHECKING:
     from autopar.flat_module import FlatModule
@@ -53,8 +53,8 @@ class GraphWriter:
         self._alive: list[torch.Tensor] = []  # so that no two tensors have one id
         self._constants: dict[str, torch.Tensor] = {}
         self._modules: dict[int, str | None] = {}  # by the number of the node of autograd's graph that was made last
-        self._sharing: dict[int, set[int]] = {}  # by each tensor, those that may be the same memory
-        self._stale: set[int] = set()  # tensors whose memory has been written to by another name
+        self._views = Views()
+        self._stale: set[int] = set()  # tensors whose memory has been written to since their nodes were written
         self._is_backward = False
         self._finished: int | None = None  # the node of autograd's graph that ran last
         self.inputs: tuple[GraphInput, ...] = flat.inputs
@@ -86,7 +86,7 @@ class GraphWriter:
             value: fake tensors like that, for `meta["val"]`.
 
         Raises:
-            UnwritableError: if it writes to an input, or to memory that is read by another name later; if it acts by
+            UnwritableError: if it writes to an input, or to memory that has names of an unknown kind; if it acts by
                 something else than its result; or if it gives what depends on the values of tensors.
         """
         if op.namespace == "profiler":
@@ -96,9 +96,8 @@ class GraphWriter:
         if op._schema.is_mutable:
             self._replace(op, args, kwargs, result)
             return
-        if _gives_views(op):
-            results = result if isinstance(result, (tuple, list)) else [result]
-            self._share([t for t in (*args, *results) if isinstance(t, torch.Tensor)])
+        if gives_views(op):
+            self._views.note(op, args, kwargs, result if isinstance(result, (tuple, list)) else [result])
         if isinstance(result, torch.Tensor):
             if id(result) in self._nodes:  # nothing but what it was given
                 return
@@ -115,21 +114,34 @@ class GraphWriter:
 
     def _replace(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Write a call that changes its first argument as one that gives a new tensor, which then goes by that name."""
-        functional = _functional(op)
-        changed = id(result)
-        names = self._sharing.get(changed, {changed})
-        if functional is None or result is not args[0] or changed not in self._nodes or names & self._held:
+        functional, names = _functional(op), self._views.names(result)
+        upwards = self._views.upwards(result)
+        if functional is None or result is not args[0] or upwards is None or names & self._held:
             raise UnwritableError(f"{op} writes in place")
-        value = functional(*args, **kwargs)
-        if (value.shape, value.stride(), value.dtype) != (result.shape, result.stride(), result.dtype):
+        value, old = functional(*args, **kwargs), result
+        if (value.shape, value.dtype) != (result.shape, result.dtype):
             raise UnwritableError(f"{op} writes other values in place than it would give")
-        self._nodes[changed] = self._write(functional, args, kwargs, self._value(value), result)
-        self._stale |= names - {changed}
+        node = self._write(functional, args, kwargs, self._value(value), result)
+        for view in upwards:
+            old = view.source
+            if (call := view.put_back(value)) is not None:
+                scatter, given = call
+                new = scatter(*given)
+                written = (node if one is value else self._written(one) for one in given)
+                node = self._place(scatter, tuple(written), {}, self._value(new))
+                value = new
+        if value.stride() != old.stride():
+            raise UnwritableError(f"{op} writes in place to memory in another order than it would give")
+        self._nodes[id(old)] = node
+        self._stale |= names - {id(old)}
 
-    def _share(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These may be the same memory."""
-        names = {id(t) for t in tensors}.union(*(self._sharing.get(id(t), ()) for t in tensors))
-        self._sharing.update(dict.fromkeys(names, names))
+    def _renew(self, tensor: torch.Tensor) -> None:
+        """Write the call again that makes a view of memory that has been written to."""
+        view = self._views.made(tensor)
+        if view is None:
+            raise UnwritableError("an op writes in place to what is read by another name later")
+        self._nodes[id(tensor)] = self._write(view.op, (view.source, *view.args), {}, self._value(tensor), tensor)
+        self._stale.remove(id(tensor))
 
     def _write(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, *results: Any) -> fx.Node:
         if not all(one is None or is_dense_fake(one) for one in results):
@@ -139,8 +151,10 @@ class GraphWriter:
         num_given = len(args)
         while num_given and args[num_given - 1] is None and op._schema.arguments[num_given - 1].name in optional:
             num_given -= 1  # as when the dispatcher passes a call on
-        given = tuple(map(self._written, args[:num_given])), named
-        node = self._graph.create_node("call_function", op, *given, name=op.overloadpacket.__name__)
+        return self._place(op, tuple(map(self._written, args[:num_given])), named, value)
+
+    def _place(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
+        node = self._graph.create_node("call_function", op, args, kwargs, name=op.overloadpacket.__name__)
         node.meta = {"val": value, **self._origin()}
         return node
 
@@ -164,7 +178,7 @@ class GraphWriter:
     def _written(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if id(value) in self._stale:
-                raise UnwritableError("an op writes in place to what is read by another name later")
+                self._renew(value)
             return self._nodes.get(id(value)) or self._constant(value)
         if isinstance(value, (list, tuple)):
             return [self._written(one) for one in value]
@@ -203,7 +217,7 @@ class GraphWriter:
             with torch.autograd.set_multithreading_enabled(False):  # the modes that are active are this thread's
                 given = torch.autograd.grad([t for _, t in roots], [t for _, t in trained], tangents, allow_unused=True)
             for (spec, _), gradient in zip(trained, given, strict=True):
-                node = None if gradient is None else self._nodes[id(gradient)]
+                node = None if gradient is None else self._written(gradient)
                 results.append((GraphOutput(OutputKind.GRADIENT, spec.path), node))
         self.outputs = tuple(spec for spec, _ in results)
         self._graph.output(tuple(node for _, node in results))
@@ -221,12 +235,6 @@ class GraphWriter:
             for tangent in tangents:
                 self._placeholder(tangent)
         return tangents
-
-
-@functools.cache
-def _gives_views(op: Any) -> bool:
-    """Whether what an op gives may share memory with what it reads."""
-    return any(one.alias_info is not None for one in op._schema.returns)
 
 
 @functools.cache
