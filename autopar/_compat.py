@@ -54,6 +54,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.graph import _FindNodesLookupTable, _illegal_names
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
     TreeSpec,
@@ -69,6 +70,7 @@ from torch.utils.checkpoint import CheckpointFunction
 __all__ = [
     "AOTInput",
     "AOTOutput",
+    "BatchNorm",
     "BoxedCodeGen",
     "FakeMaker",
     "FakeTensor",
@@ -99,6 +101,7 @@ __all__ = [
     "detect_fake_mode",
     "device_of",
     "dtensor_like",
+    "fake_kernel",
     "fake_process_group",
     "forget_meshes",
     "fsdp_memory_peaks",
@@ -151,6 +154,19 @@ KnownOps = dict[Hashable, Any]
 """What ops make, by op, constants and kinds of tensors."""
 
 
+_FAKE_KERNELS: dict[OpOverload, Callable[..., Any]] = {}
+
+
+def fake_kernel(*ops: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What the modes of `new_fake_mode` make of ops whose shapes PyTorch takes for a matter of values."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _FAKE_KERNELS.update(dict.fromkeys(ops, function))
+        return function
+
+    return register
+
+
 class FakeMaker:
     """Makes fake tensors of meta tensors.
 
@@ -194,6 +210,9 @@ class _QuickDispatch:
         reads: list[FakeTensor] = []
         key = self._key(func, args, kwargs or {}, reads)
         if key is None:
+            if func in _FAKE_KERNELS:
+                with self._mode:
+                    return _FAKE_KERNELS[func](*args, **(kwargs or {}))
             return self._usual(func, types, args, kwargs or {})
         found = self._known.get(key)
         if found is None:

@@ -1,4 +1,9 @@
-"""Batch norm in the global view: statistics of the whole batch, as sums, whatever the batch is cut into."""
+"""Batch norm in the global view: statistics of the whole batch, as sums, whatever the batch is cut into.
+
+With `momentum=None` the running statistics are the mean over all batches.  PyTorch's module makes a Python number of
+how many there were, which tracing has not got; while a model is traced, a forward that keeps it a tensor takes its
+place.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar._compat import BatchNorm
 
 aten = torch.ops.aten
 
@@ -102,6 +110,31 @@ def batch_norm_backward(
     if output_mask[2]:
         for_bias = total if weight is None else total.to(weight.dtype)
     return for_input, for_weight, for_bias
+
+
+def averages_batches(module: nn.Module) -> bool:
+    """Whether a call of a module, as it is now, averages statistics over all batches by PyTorch's own forward."""
+    if not isinstance(module, BatchNorm) or type(module).forward is not BatchNorm.forward:
+        return False
+    counts = module.training and module.track_running_stats and module.num_batches_tracked is not None
+    return counts and module.momentum is None and "forward" not in vars(module)
+
+
+def averaging_forward(module: nn.Module, x: Tensor) -> Tensor:
+    """What PyTorch's forward does where `averages_batches`, without reading the number of batches."""
+    assert isinstance(module, BatchNorm)
+    mean, variance, count = module.running_mean, module.running_var, module.num_batches_tracked
+    assert mean is not None
+    assert variance is not None
+    assert count is not None
+    module._check_input_dim(x)  # type: ignore[no-untyped-call]
+    count.add_(1)
+    ours, theirs = torch.zeros_like(mean), torch.zeros_like(variance)  # overwritten by those of the batch
+    result = F.batch_norm(x, ours, theirs, module.weight, module.bias, True, 1.0, module.eps)
+    share = 1 / count.to(mean.dtype)
+    for running, new in ((mean, ours), (variance, theirs)):
+        running.copy_(share * new + (1 - share) * running)
+    return result
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar._compat import OpOverload, registered_decomposition
+from autopar.ctc import DEFINITIONS as CTC
 from autopar.grouped import DEFINITIONS as GROUPED
 from autopar.masked_scatter import DEFINITIONS as MASKED_SCATTER
 from autopar.rules import Call, has_rule, overloads_of
@@ -268,6 +269,7 @@ def _always(definition: Definition) -> Callable[[Call], Definition]:
 
 
 _DEFINITIONS: dict[Any, Callable[[Call], Definition | None]] = {
+    **CTC,
     **MASKED_SCATTER,
     **{op: _constant for packet in _CONSTANTS for op in overloads_of(packet) if not op._schema.is_mutable},
     aten.var.correction: _always(_var),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 
+from autopar.batch_norm import averages_batches, averaging_forward
+from autopar.ctc import LengthsAsTensors
 from autopar.errors import InputError
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
 from autopar.model_state import ModelState
-from autopar.precision import WideLosses, at_least_float32
-from autopar.signature import CallSignature, OutputTree, flatten_output
+from autopar.precision import InputCast, WideLosses, at_least_float32
+from autopar.signature import CallSignature, OutputTree, check_call, flatten_output
 
 
 class FlatModule(nn.Module):
@@ -26,8 +29,11 @@ class FlatModule(nn.Module):
         self, model: nn.Module, state: ModelState, signature: CallSignature, used: Mapping[int, torch.dtype]
     ) -> None:
         super().__init__()
+        if all(isinstance(hook, InputCast) for hook in model._forward_pre_hooks.values()):  # others may change the call
+            check_call(model, signature)
         # Not a submodule, so that AOTAutograd does not lift the parameters itself.
         self.call = model.__call__
+        self.averaging = [module for module in model.modules() if averages_batches(module)]
         self.state = state
         self.signature = signature
         self.dtypes = {name: used[id(p)] for name, p in state.parameters.items() if id(p) in used}
@@ -66,7 +72,9 @@ class FlatModule(nn.Module):
         # What an earlier call left on the modules must not reach this one.
         self.state.restore()
         self.state.put(held)
-        with WideLosses() if self.dtypes else nullcontext():
+        for module in self.averaging:
+            vars(module)["forward"] = partial(averaging_forward, module)
+        with LengthsAsTensors(), WideLosses() if self.dtypes else nullcontext():
             self.output_tree, outputs = flatten_output(self.call(*args, **kwargs))
         if not outputs:
             raise _no_tensors(self.output_tree)

@@ -70,18 +70,3 @@ def distances_backward(call: Call) -> OpRule:
         "cdist": pairs,
     }
     return build(call, inputs, [(*lead, ("p",), ("m",))], whole=["m"], linear=[[gradient]])
-
-
-@derives(aten._ctc_loss.Tensor, aten._ctc_loss_backward.Tensor)
-def ctc_loss(call: Call) -> OpRule:
-    """Connectionist temporal classification: each sequence of a batch by itself, if its targets are a row of their
-    own.  The lengths settle the sizes of results, so padding would show."""
-    if len(call.shape("log_probs")) != 3 or len(call.shape("targets")) != 2:
-        return opaque(call)
-    row: Dims = (("n",),)
-    scores: Dims = (("t",), ("n",), ("c",))
-    inputs: dict[str, Dims | list[Dims]] = {"log_probs": scores, "targets": (("n",), ("s",))}
-    inputs |= dict.fromkeys(("input_lengths", "target_lengths", "grad", "neg_log_likelihood"), row)
-    inputs["log_alpha"] = alphas = (("n",), ("u",), ("a",))
-    outs: list[Dims] = [scores] if "grad" in call.args else [row, alphas]
-    return build(call, call.own(inputs), outs, whole=["t", "c", "s", "u", "a"], even=["n"])

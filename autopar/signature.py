@@ -7,6 +7,7 @@ strings, None, other objects) is a constant of the traced program.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +131,23 @@ def check_module(model: object) -> None:
     """Raise an `InputError` for what is no module, such as a class."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model must be an nn.Module instance, got {model!r}")
+
+
+def check_call(model: nn.Module, call: CallSignature) -> None:
+    """Raise an `InputError` for a call that does not fit the module's `forward`: an unknown keyword, or one too few."""
+    try:
+        wanted = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # not written in Python
+        return
+    args, kwargs = call.rebuild(call.paths)
+    try:
+        wanted.bind(*args, **kwargs)
+    except TypeError as error:
+        given = [f"{len(args)} positional argument{'s' * (len(args) != 1)}", *map(repr, kwargs)]
+        raise InputError(
+            f"{type(model).__name__}.forward{wanted} cannot be called with {', '.join(given)}: {error}; give the inputs"
+            " that it names"
+        ) from None
 
 
 def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from rule_cases import Case, case, f, i, whole
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.autopar
 
 
 def lengths(*each: int) -> torch.Tensor:
@@ -33,10 +33,10 @@ BATCHED: list[Case] = [
     whole(aten._cdist_forward.default, f(6, 4, 3), f(1, 12, 3), 2.0, None),
     case(aten._cdist_backward.default, f(6, 4, 12), f(6, 4, 3), f(6, 12, 3), 2.0, f(6, 4, 12)),
     whole(aten._cdist_backward.default, f(6, 4, 12), f(6, 4, 3), f(1, 12, 3), 2.0, f(6, 4, 12)),
-    case(aten._ctc_loss.Tensor, f(8, 6, 5), i(6, 3, below=4), lengths(*[8] * 6), lengths(*[3] * 6), 4),
-    whole(aten._ctc_loss.Tensor, f(8, 6, 5), i(18, below=4), lengths(*[8] * 6), lengths(*[3] * 6), 4),
+    case(ours.ctc_loss.default, f(8, 6, 5), i(6, 3, below=4), lengths(*[8] * 6), lengths(*[3] * 6), 4, False),
+    case(ours.ctc_loss.default, f(8, 6, 5), i(6, 3, below=4), lengths(*[8, 7] * 3), lengths(*[1, 2] * 3), 4, False),
     case(
-        aten._ctc_loss_backward.Tensor,
-        f(6), f(8, 6, 5), i(6, 3, below=4), lengths(*[8] * 6), lengths(*[3] * 6), f(6), f(6, 8, 7), 4,
+        ours.ctc_loss_backward.default,
+        f(6), f(8, 6, 5), i(6, 3, below=4), lengths(*[8] * 6), lengths(*[3] * 6), f(6), f(6, 8, 7), 4, False,
     ),
 ]  # fmt: skip

@@ -45,3 +45,14 @@ def test_a_convolutional_net_is_divided_under_ddp() -> None:
     program = compiler.compile(joint, compiler.plan(joint))
     local = sum(count_flops(graph.module.graph) for graph in program.graphs)
     assert local * 4 == count_flops(joint.module.graph)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tp", "fsdp+tp"])
+def test_a_mean_over_all_batches_is_kept_without_reading_how_many_there_were(strategy: str) -> None:
+    torch.manual_seed(0)
+    model = Net(True)
+    for norm in (model.norm1, model.norm2, model.norm3):
+        norm.momentum = None
+    report = autopar.verify(model, strategy, torch.randn(8, 3, 14, 14), mesh=(2, 2), num_steps=3)
+    assert report.ok, report
+    assert all("forward" not in vars(module) for module in model.modules())

@@ -336,6 +336,33 @@ def test_constants_are_baked_in_and_change_the_key() -> None:
     assert len(keys) == 6
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (
+            (torch.ones(2, 3),),
+            {"scal": 2.0},
+            r"Scaled\.forward\(x.*, scale.* 1 positional argument, 'scal': got an un",
+        ),
+        ((), {"scale": torch.ones(2, 3)}, r"Scaled\.forward.* 0 positional arguments, 'scale': missing .* 'x'"),
+        ((torch.ones(2, 3), 1.0, 2.0), {}, r"Scaled\.forward.* 3 positional arguments: too many"),
+    ],
+)
+def test_a_call_that_does_not_fit_the_module_is_refused(args: Any, kwargs: Any, message: str) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return scale * x
+
+    with pytest.raises(InputError, match=message):
+        trace(Scaled(), args, kwargs)
+
+
+def test_a_call_that_a_hook_makes_fit_is_traced() -> None:
+    model = nn.Linear(3, 3)
+    model.register_forward_pre_hook(lambda _, args, kwargs: ((kwargs["features"],), {}), with_kwargs=True)
+    assert trace(model, (), {"features": torch.ones(2, 3)}).batch_dims == {"features": 0}
+
+
 def test_flatten_inputs_follows_the_graph() -> None:
     batch = {"ids": torch.zeros(2), "extra": [torch.ones(3), 7]}
     flat, _ = flatten_inputs((batch,), {"mask": torch.ones(2)})
