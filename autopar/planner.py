@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from autopar.cost_model.collectives import wire_bytes
-from autopar.cost_model.ops import count_flops
+from autopar.cost_model.ops import count_flops, node_flops
 from autopar.factors import analyse
 from autopar.graph import JointGraph
 from autopar.mesh import Mesh
+from autopar.passes.decide import assign
 from autopar.passes.pipeline import lowered, parameter_uses
 from autopar.plan import Plan
 from autopar.program import collectives_of
@@ -33,7 +34,13 @@ def named_on(name: str, joint: JointGraph, mesh: Mesh) -> Plan:
     return joint.keep(
         ("named", name, mesh),
         lambda: named_plan(
-            name, joint, analyse(joint), mesh, partial(parameter_uses, joint), partial(bytes_for_division, joint)
+            name,
+            joint,
+            analyse(joint),
+            mesh,
+            partial(parameter_uses, joint),
+            partial(bytes_for_division, joint),
+            partial(share_left_whole, joint),
         ),
     )
 
@@ -46,3 +53,11 @@ def bytes_for_division(joint: JointGraph, plan: Plan) -> float:
     whole, local = count_flops(joint.module.graph), count_flops(graph)
     left = local * math.prod(mesh.sizes[:-1]) / whole if whole else 1.0
     return moved * left / (1 - left) if left < 1 else math.inf
+
+
+def share_left_whole(joint: JointGraph, plan: Plan) -> float:
+    """The share of a step's FLOPs in ops that the last axis does not cut, so that its ranks all do the same."""
+    _, assignment = assign(joint, plan)
+    flops = {node: (node_flops(node), decided.cuts[-1:]) for node, decided in assignment.nodes.items()}
+    total = sum(count for count, _ in flops.values())
+    return sum(count for count, cut in flops.values() if not any(cut)) / max(1, total)

@@ -8,11 +8,14 @@
 | `zero2` | cut | cut | kept | reduce-scattered as they arise |
 | `zero3` = `fsdp` | cut | cut | gathered again in the backward | reduce-scattered as they arise |
 | `hsdp` | cut | cut along the inner axis | gathered again | reduce-scattered inside, all-reduced across |
-| `tp` | whole | cut along the factors inside a block | – | – |
-| `tp+sp` | whole, sequence cut between the blocks' cut parts | as `tp` | – | – |
+| `tp` | whole (see below) | cut along the factors inside a block | – | – |
+| `tp+sp` | as `tp`, sequence cut between the blocks' cut parts | as `tp` | – | – |
 | `fsdp+tp` | cut along the outer axis | both | gathered again along the outer axis | as `fsdp` along the outer axis |
 
-Which factors `tp` cuts follows from the factor analysis, not from layer names: see `tensor_parallel_factors`.
+Which factors `tp` cuts follows from the factor analysis, not from layer names: see `tensor_parallel_factors`.  Where
+these leave more than `MAX_WHOLE` of the FLOPs whole on every rank (key heads that are fewer than the ranks, patches,
+convolutions between the cut ones), the last three cut the batch along the tensor axis too, in ops that have none of
+these factors, if that is the better bargain by `price`.
 """
 
 from __future__ import annotations
@@ -99,7 +102,13 @@ def strategy_mesh(strategy: str, sizes: Sequence[int], ranks_per_node: int) -> M
 
 
 def named_plan(
-    strategy: str, joint: JointGraph, analysis: FactorAnalysis, mesh: Mesh, compute: Compute, price: Price
+    strategy: str,
+    joint: JointGraph,
+    analysis: FactorAnalysis,
+    mesh: Mesh,
+    compute: Compute,
+    price: Price,
+    whole: Price,
 ) -> Plan:
     """The plan of a named strategy.
 
@@ -109,6 +118,7 @@ def named_plan(
         mesh: from `strategy_mesh`.
         compute: tells how each parameter is used under a plan (see `Compute`).
         price: compares the alternatives of tensor parallelism.
+        whole: tells what share of the FLOPs a plan leaves whole on each rank of the last axis.
     """
     batch = batch_refs(joint)
     params = joint.param_nodes()
@@ -123,15 +133,39 @@ def named_plan(
             for path, node in params.items()
         }
         return Plan(strategy, mesh, (batch,) * mesh.num_axes, storage, delay_reduction=strategy == "zero1")
-    factors = [batch] if strategy == "fsdp+tp" else []
+    outer = [batch] if strategy == "fsdp+tp" else []
     sequence = sequence_refs(joint, analysis) if strategy == "tp+sp" else ()
-    plans = []
-    for refs in tensor_parallel_factors(joint, analysis, mesh.sizes[-1]):
-        draft = Plan(strategy, mesh, (*factors, (*refs, *sequence)), _stored(params, replicated(mesh)))
+
+    def plan_of(refs: tuple[FactorRef, ...]) -> Plan:
+        draft = Plan(strategy, mesh, (*outer, refs), _stored(params, replicated(mesh)))
         uses = compute(draft)
         storage = {path: _tensor_storage(node, uses.get(path), mesh, strategy) for path, node in params.items()}
-        plans.append(Plan(strategy, mesh, draft.factors, storage))
-    return min(plans, key=price) if len(plans) > 1 else plans[0]
+        return Plan(strategy, mesh, draft.factors, storage)
+
+    ways = []
+    for refs in tensor_parallel_factors(joint, analysis, mesh.sizes[-1]):
+        plain = filled = plan_of((*refs, *sequence))
+        if refs and batch and whole(plain) > MAX_WHOLE:
+            filled = plan_of((*refs, *sequence, *batch))
+        ways.append((plain, filled))
+    return _best_way(ways, price)
+
+
+MAX_WHOLE = 0.01
+"""The largest share of the FLOPs that tensor parallelism leaves whole on every rank without cutting the batch there."""
+
+
+def _best_way(ways: Sequence[tuple[Plan, Plan]], price: Price) -> Plan:
+    """Of pairs of plans, the second of one pair that is the cheapest, or the first of that pair if it is cheaper yet.
+
+    A price takes a rewrite: of the first ones no others are looked at, and where there is no choice, none.
+    """
+    if len(ways) == 1 and ways[0][0] is ways[0][1]:
+        return ways[0][0]
+    prices = [price(filled) for _, filled in ways]
+    least = min(prices)
+    plain, filled = ways[prices.index(least)]
+    return plain if filled is not plain and price(plain) < least else filled
 
 
 Compute = Callable[[Plan], dict[str, Sharding]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -18,7 +19,7 @@ from autopar.factors import analyse
 from autopar.graph import JointGraph
 from autopar.normalise import normalise
 from autopar.placement import shard
-from autopar.planner import plan_named
+from autopar.planner import plan_named, share_left_whole
 from autopar.strategies import STRATEGIES, canonical_name, strategy_mesh, tensor_parallel_factors
 from autopar.trace import trace
 
@@ -119,6 +120,65 @@ def test_tensor_parallelism_sees_parameters_through_the_casts_of_autocast() -> N
         cast = plan_named("tp", compiler.trace(inputs, {}, train=True), (4,), 4)
     assert any(plain.factors)
     assert cast.factors == plain.factors
+
+
+class Patches(nn.Module):
+    """Attention with fewer key heads than ranks, a product between two norms, and patches: what Megatron-LM's pairs
+    leave whole."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.width, self.heads = width, heads
+        self.patches = nn.Conv2d(3, width, 2, stride=2)
+        self.query, self.key_value, self.out = (nn.Linear(width, n) for n in (width, 2 * width // heads, width))
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
+        self.up, self.down, self.square = nn.Linear(width, 64), nn.Linear(64, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        y = self.norm1(x)
+        query = self.query(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        key, value = (half.unsqueeze(1) for half in self.key_value(y).chunk(2, -1))
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key.expand_as(query), value.expand_as(query))
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        x = x + self.down(self.up(self.norm2(x)).relu())
+        x = self.norm3(self.square(x)).mean(1)
+        return torch.nn.functional.cross_entropy(self.head(x), label)
+
+
+@pytest.mark.parametrize(("strategy", "sizes"), [("tp", (4,)), ("tp+sp", (4,)), ("fsdp+tp", (2, 2))])
+def test_what_tensor_parallelism_would_leave_whole_is_cut_by_the_batch(strategy: str, sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    ours = subject(Patches(), torch.randn(8, 3, 8, 8), torch.arange(8))
+    plan = ours.plan(strategy, *sizes)
+    assert [ref.label for ref in plan.factors[-1]].index("batch") == len(plan.factors[-1]) - 1 > 0
+    assert share_left_whole(ours.joint, plan) == 0
+    assert share_left_whole(ours.joint, replace(plan, factors=(*plan.factors[:-1], plan.factors[-1][:-1]))) > 0.1
+    report = ours.compare(ours.program(plan), plan, num_steps=2)
+    assert report.ok, report
+    words = describe_params(ours.joint, plan)
+    assert [words[f"{name}.weight"].rpartition(", ")[2] for name in ("up", "down")] == ["column@tp", "row@tp"]
+
+
+@pytest.mark.parametrize("strategy", ["tp", "tp+sp", "fsdp+tp"])
+def test_where_megatrons_pairs_cut_all_products_the_batch_stays_whole(gpt: JointGraph, strategy: str) -> None:
+    plan = plan_named(strategy, gpt, (2, 2), 4)
+    assert share_left_whole(gpt, plan) == 0
+    assert "batch" not in {ref.label for ref in plan.factors[-1]}
+
+
+@pytest.mark.parametrize(("rows", "is_cut"), [(8, False), (1024, True)])
+def test_a_few_rows_are_not_cut_at_the_price_of_reducing_large_gradients(rows: int, is_cut: bool) -> None:
+    """Between two norms is a product of 64 x 64, a ninth of the FLOPs: its gradient outweighs what 8 rows send."""
+    norms = (nn.LayerNorm(64) for _ in range(2))
+    model = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), next(norms), nn.Linear(64, 64), next(norms)
+    )
+    joint = normalise(trace(model, (torch.randn(rows, 64),), {}))
+    plan = plan_named("tp", joint, (4,), 4)
+    assert ("batch" in {ref.label for ref in plan.factors[-1]}) is is_cut
+    assert (share_left_whole(joint, plan) == 0) is is_cut
 
 
 class Residual(nn.Module):
