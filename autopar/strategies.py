@@ -133,14 +133,14 @@ def named_plan(
             for path, node in params.items()
         }
         return Plan(strategy, mesh, (batch,) * mesh.num_axes, storage, delay_reduction=strategy == "zero1")
-    outer = [batch] if strategy == "fsdp+tp" else []
     sequence = sequence_refs(joint, analysis) if strategy == "tp+sp" else ()
 
     def plan_of(refs: tuple[FactorRef, ...]) -> Plan:
-        draft = Plan(strategy, mesh, (*outer, refs), _stored(params, replicated(mesh)))
+        factors = (batch, refs) if strategy == "fsdp+tp" else (refs,)
+        draft = Plan(strategy, mesh, factors, _stored(params, replicated(mesh)))
         uses = compute(draft)
         storage = {path: _tensor_storage(node, uses.get(path), mesh, strategy) for path, node in params.items()}
-        return Plan(strategy, mesh, draft.factors, storage)
+        return Plan(strategy, mesh, factors, storage)
 
     ways = []
     for refs in tensor_parallel_factors(joint, analysis, mesh.sizes[-1]):
