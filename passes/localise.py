@@ -208,10 +208,16 @@ _DENSE_ARGUMENTS: dict[Any, tuple[str, ...]] = {
 slice along an inner dim is not dense."""
 
 
+_ALIKE_ARGUMENTS: dict[Any, tuple[str, ...]] = {aten.native_group_norm_backward.default: ("grad_out", "input")}
+"""Arguments that PyTorch's kernels take to have one order in memory without looking: autograd has brought a gradient to
+its input's, but what comes of a collective has an order of its own."""
+
+
 def _make_dense(graph: fx.Graph, node: fx.Node) -> None:
+    alike = _ALIKE_ARGUMENTS.get(node.target, ())
     for name in _DENSE_ARGUMENTS.get(node.target, ()):
         source = Call(node)[name]
-        if is_reshard(source) or source.target in (pad_dim, mask_padding):
+        if name in alike or is_reshard(source) or source.target in (pad_dim, mask_padding):
             with graph.inserting_before(node):
                 node.replace_input_with(source, Emitter(graph, node)(aten.contiguous.default, (source,), source))
 

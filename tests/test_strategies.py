@@ -181,6 +181,27 @@ def test_a_few_rows_are_not_cut_at_the_price_of_reducing_large_gradients(rows: i
     assert (share_left_whole(joint, plan) == 0) is is_cut
 
 
+class ChannelsLast(nn.Module):
+    """A group norm whose input has its channels innermost in memory, before convolutions that are cut in pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.up, self.down = nn.Conv2d(8, 32, 3, padding=1), nn.Conv2d(32, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x.permute(0, 3, 1, 2))
+        return (x + self.down(self.up(self.norm(x)).relu())).square().mean()
+
+
+def test_a_gradient_from_a_collective_is_brought_to_the_order_of_its_input_in_memory() -> None:
+    torch.manual_seed(0)
+    ours = subject(ChannelsLast(), torch.randn(8, 6, 6, 3))
+    assert ours.plan("tp", 4).factors[-1][-1].label == "batch"
+    report = ours.verify("tp", 4)
+    assert report.ok, report
+
+
 class Residual(nn.Module):
     """Convolutions with biases around skips: of the hidden channels, or of what skips join, one kind can be cut."""
 
