@@ -13,6 +13,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -138,6 +139,17 @@ class FactorAnalysis:
             self._parts[node] = tuple(found)
         return self._parts[node]
 
+    @cached_property
+    def groups_of_rows(self) -> dict[Factor, Factor]:
+        """For each factor of rows that lie in groups, the groups' factor."""
+        found = {}
+        for node, rule in self.rules.items():
+            for name, rows in rule.rows.items():
+                one, groups = self.rule_factors(node, name), self.rule_factors(node, rows.ends)
+                if len(one) == len(groups) == 1:
+                    found[one[0]] = groups[0]
+        return found
+
     def find(self, ref: FactorRef) -> Factor | None:
         """The factor class that a plan's reference names; None if the anchor does not occur in this graph.
 
@@ -241,6 +253,9 @@ def _apply(found: FactorAnalysis, node: fx.Node, rule: OpRule) -> None:
                 _unify_two(factor, bound[names[0]])
             elif names:
                 unify([factor], [bound[name] for name in names])
+    for rows in rule.rows.values():
+        if rows.groups:
+            _unify_two(bound[rows.groups], bound[rows.ends])
 
 
 def _join_gradients(found: FactorAnalysis, joint: JointGraph) -> None:

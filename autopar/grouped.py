@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.rules import Call, OpRule, build, derives
+from autopar.rules import Call, OpRule, RowsOfGroups, build, derives
 
 aten = torch.ops.aten
 
@@ -96,7 +96,7 @@ grouped_mm.register_autograd(_backward, setup_context=_keep)
 def grouped_product(call: Call) -> OpRule:
     """Rows may be cut: each rank's groups end where the whole's do, within its rows (the rewrite shifts the ends).
 
-    Of rows in blocks the blocks may be cut, and nothing needs to be shifted.
+    Of rows in blocks the blocks may be cut, and nothing needs to be shifted; or the groups, with their rows.
     """
     contracted, in_blocks = len(call.shape("b")) == 2, len(call.shape("ends")) == 2
     rows = ("s", "p") if in_blocks else ("s",)
@@ -104,10 +104,11 @@ def grouped_product(call: Call) -> OpRule:
     inputs: dict[str, Any] = {
         "a": (("m",), rows) if contracted else (rows, ("k",)),
         "b": (rows, ("n",)) if contracted else (("g",), ("k",), ("n",)),
-        "ends": (("s",), ("g",)) if in_blocks else (("g",),),
+        "ends": (("s",), ("e",)) if in_blocks else (("g",),),
     }
     groups = {} if in_blocks else {"s": "ends"}
-    return build(call, inputs, [result], whole=["g", "p"], groups=groups, linear=[["a"], ["b"]])
+    parted = {"p": RowsOfGroups("e", "g")} if in_blocks else {}
+    return build(call, inputs, [result], whole=["g", "p", "e"], groups=groups, rows=parted, linear=[["a"], ["b"]])
 
 
 # --------------------------------------------------------------------------------------------------- ops of libraries

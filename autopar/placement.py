@@ -6,7 +6,8 @@ weight (3 · heads · head_dim), may be cut along an inner one: `shard(dim, spli
 and cuts the middle.  PyTorch's name for it is `_StridedShard(dim, split_factor=3)`.
 
 Where the factor does not divide (3 heads of 64 on 2 ranks), its positions are dealt out whole: `shard(dim, grain=64)`
-cuts 192 as 128 | 64.  PyTorch has no such placement, so it occurs inside a program only, not in what rests.
+cuts 192 as 128 | 64.  PyTorch has no such placement, so it occurs inside a program only, not in what rests; nor has it
+one for rows of which each rank has those of its own groups, as many as there are in that step: `ByGroup`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,31 @@ from autopar.mesh import Mesh
 Sharding = tuple[Placement, ...]
 
 __all__ = [
-    "DimCut", "GrainShard", "Partial", "Placement", "Replicate", "Shard", "Sharding", "StridedShard", "at_rest",
-    "cut_along", "cuts", "describe_placement", "describe_sharding", "is_sharded", "is_uneven", "local_shape",
-    "meta_value", "parse_placement", "replicated", "shard", "shard_dim", "shard_grain", "shard_split",
+    "ROWS_MARGIN",
+    "ByGroup",
+    "DimCut",
+    "GrainShard",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "Sharding",
+    "StridedShard",
+    "at_rest",
+    "cut_along",
+    "cuts",
+    "describe_placement",
+    "describe_sharding",
+    "is_sharded",
+    "is_uneven",
+    "local_shape",
+    "meta_value",
+    "parse_placement",
+    "replicated",
+    "shard",
+    "shard_dim",
+    "shard_grain",
+    "shard_split",
 ]  # fmt: skip
 
 
@@ -49,6 +72,26 @@ class GrainShard(Placement):
         return GrainShard, (self.dim, self.split, self.grain)
 
 
+ROWS_MARGIN = 1.25
+"""How many rows a rank is priced for that has some of the groups, over its even share.  The slowest rank and the
+fullest count; routers are trained to balance, and a step that is further off takes more time and memory than predicted.
+"""
+
+
+@dataclass(frozen=True)
+class ByGroup(Placement):
+    """Rows along `dim` that belong to groups, of which each rank has those of its own groups.
+
+    How many they are is known only in the step, and their order is what the ops that read them agree on
+    (`autopar.sorted_rows`), so that no reshard leads there or away.  Shapes are those of `ROWS_MARGIN`.
+    """
+
+    dim: int
+
+    def __reduce__(self) -> tuple[type[ByGroup], tuple[int]]:
+        return ByGroup, (self.dim,)
+
+
 @lru_cache(maxsize=1024)
 def shard(dim: int, split: int = 1, grain: int = 1) -> Placement:
     """Cut `dim`, read as (split, n, rest), along its middle part; `split=1` is a plain contiguous shard.
@@ -62,12 +105,12 @@ def shard(dim: int, split: int = 1, grain: int = 1) -> Placement:
 
 def is_sharded(placement: Placement) -> bool:
     """Whether the placement cuts a dim."""
-    return isinstance(placement, (Shard, StridedShard, GrainShard))
+    return isinstance(placement, (Shard, StridedShard, GrainShard, ByGroup))
 
 
 def shard_dim(placement: Placement) -> int:
     """The dim that a sharded placement cuts."""
-    assert isinstance(placement, (Shard, StridedShard, GrainShard))
+    assert isinstance(placement, (Shard, StridedShard, GrainShard, ByGroup))
     return int(placement.dim)
 
 
@@ -117,7 +160,11 @@ def cuts(sharding: Sharding, mesh: Mesh) -> tuple[DimCut, ...]:
         PlanError: if two axes cut the same dim in a way that has no order: the split of the inner one is not a
             multiple of the number of parts that the outer ones make, or the outer one does not divide.
     """
-    wanted = [(shard_dim(p), shard_split(p), axis) for axis, p in enumerate(sharding) if is_sharded(p)]
+    wanted = [
+        (shard_dim(p), shard_split(p), axis)
+        for axis, p in enumerate(sharding)
+        if is_sharded(p) and not isinstance(p, ByGroup)
+    ]
     out: list[DimCut] = []
     for dim, split, axis in sorted(wanted):
         outer = math.prod(mesh.sizes[a] for d, s, a in wanted if d == dim and s < split)
@@ -173,13 +220,17 @@ def local_shape(
         chunk = -(-inner // mesh.sizes[cut.axis])
         position = coordinate[cut.axis] if coordinate is not None else 0
         local[cut.dim] = cut.split * max(0, min(chunk, inner - position * chunk)) * cut.grain
+    for dim in {p.dim for p in sharding if isinstance(p, ByGroup)}:
+        parts = math.prod(n for p, n in zip(sharding, mesh.sizes, strict=True) if p == ByGroup(dim))
+        local[dim] = min(local[dim], math.ceil(local[dim] * ROWS_MARGIN / parts))
     return tuple(local)
 
 
 def is_uneven(sharding: Sharding, axis: int, shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Whether an axis cuts a dim that it does not divide."""
-    if not is_sharded(sharding[axis]):
+    if not is_sharded(sharding[axis]) or isinstance(sharding[axis], ByGroup):
         return False
+    sharding = tuple(Replicate() if isinstance(p, ByGroup) else p for p in sharding)
     rest = (*sharding[:axis], Replicate(), *sharding[axis + 1 :])
     made = cut_along(axis, sharding, mesh)
     return bool(local_shape(shape, rest, mesh)[made.dim] // (made.split * made.grain) % mesh.sizes[axis])
@@ -187,7 +238,9 @@ def is_uneven(sharding: Sharding, axis: int, shape: tuple[int, ...], mesh: Mesh)
 
 def describe_placement(placement: Placement) -> str:
     """A placement in words: `replicate`, `shard(0)`, `shard(0, split=3)`, `partial(sum)`, which `parse_placement` reads
-    back, and inside programs `shard(0, split=3, grain=64)`."""
+    back, and inside programs `shard(0, split=3, grain=64)` and `by_group(0)`."""
+    if isinstance(placement, ByGroup):
+        return f"by_group({placement.dim})"
     if is_sharded(placement):
         named = {"split": shard_split(placement), "grain": shard_grain(placement)}
         words = [f"{name}={value}" for name, value in named.items() if value > 1]

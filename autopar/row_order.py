@@ -283,7 +283,9 @@ class _Region:
                 count: _emit(ours.group_ends.default, (ids, count), self.sort)
                 for count in dict.fromkeys(count for _, count in self.products)
             }
-            flat = _emit(aten.view.default, (ids, [-1]), self.sort)
+            # Groups may be cut if they are the same for all products.
+            known = next(iter(ends.values())) if len(ends) == 1 else None
+            flat = _emit(ours.take_rows.default, (self.ids, order, 1, known), self.sort)
         for user in list(self.sort.users):
             if user.args[1] == 0:
                 user.replace_all_uses_with(flat)
@@ -296,7 +298,7 @@ class _Region:
                 given = moved.get(source, source)
                 if source.meta["val"].dim() > len(shape):
                     given = _emit(aten.view.default, (given, list(shape)), node)
-                moved[node] = _emit(op, (given, order, copies), node)
+                moved[node] = _emit(op, (given, order, copies, known), node)
             node.replace_all_uses_with(moved[node])
 
 

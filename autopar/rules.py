@@ -38,6 +38,19 @@ Dims = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
+class RowsOfGroups:
+    """A factor of rows that lie in groups one after another.
+
+    Attributes:
+        ends: the factor of the groups in what says where they end, which an op reads whole.
+        groups: the factor of the groups in what has something for each, cut with the rows; empty if nothing has.
+    """
+
+    ends: str
+    groups: str = ""
+
+
+@dataclass(frozen=True)
 class OpRule:
     """A rule bound to one call.
 
@@ -54,6 +67,7 @@ class OpRule:
             holds; the rewrite shifts and masks the indices.
         groups: factor -> position of the integer input that says where groups of its positions end.  Cut it and the
             rewrite shifts the ends to each rank's own positions.
+        rows: factor -> its groups.  It is never cut in equal parts; but each rank may have the rows of its own groups.
         even: factors that must not be cut into parts of different sizes, since the op counts positions or parts, or
             would fail on padding (as an index, or in a division).
     """
@@ -66,6 +80,7 @@ class OpRule:
     linear: tuple[frozenset[int], ...] = ()
     lookup: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
+    rows: Mapping[str, RowsOfGroups] = field(default_factory=dict)
     even: frozenset[str] = frozenset()
 
     def may_be_uneven(self, factor: str, split: int, grain: int) -> bool:
@@ -82,6 +97,19 @@ class OpRule:
         """The product of the factors inside `factor` in the dim of a tensor that has it; 1 if none has."""
         group = next((group for group in dims if factor in group), (factor,))
         return math.prod(self.sizes[f] for f in group[group.index(factor) + 1 :])
+
+    def may_part_rows(self, factor: str) -> bool:
+        """Whether the op may run on rows of any number and order: the innermost part of their dims that `factor` is,
+        which another op has made so.
+
+        It then makes each row by itself, or sums over them all; of no rows it can do both.
+        """
+        if factor in self.rows:
+            return True
+        given, made = ([g for dims in terms for g in dims if factor in g] for terms in (self.inputs, self.outputs))
+        is_free = factor not in self.whole and not self.is_range(factor)
+        is_sum = bool(made) or self.reduce.get(factor, "sum") == "sum"
+        return is_free and is_sum and bool(given) and all(group[-1] == factor for group in (*given, *made))
 
     def is_range(self, factor: str) -> bool:
         """Whether a rank must hold consecutive positions of `factor`, as integers count them."""
@@ -258,6 +286,7 @@ def build(
     linear: Iterable[Iterable[str]] = (),
     lookup: Mapping[str, str] | None = None,
     groups: Mapping[str, str] | None = None,
+    rows: Mapping[str, RowsOfGroups] | None = None,
     even: Iterable[str] = (),
 ) -> OpRule:
     """Bind a rule to a call: dims are given per argument *name* (a list of them for a list of tensors), and checked
@@ -296,6 +325,7 @@ def build(
         tuple(frozenset(p for name in group for p in positions.get(name, ())) for group in linear),
         {factor: positions[name][0] for factor, name in (lookup or {}).items()},
         {factor: positions[name][0] for factor, name in (groups or {}).items()},
+        rows or {},
         frozenset(even),
     )
 

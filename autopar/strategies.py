@@ -301,7 +301,7 @@ def expert_refs(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) -> 
     for node, rule in analysis.rules.items():
         for i, operand in enumerate(analysis.operands[node]):
             if operand in params or is_look_or_cast(operand):
-                for name in _batched(rule, i):
+                for name in _batched(rule, i) | {rows.groups for rows in rule.rows.values() if rows.groups}:
                     for factor in analysis.rule_factors(node, name)[:1]:
                         found[id(factor)] = factor
     refs = []

@@ -14,10 +14,11 @@ from torch import fx
 from autopar._compat import OpOverload
 from autopar.local_ops import mask_padding, pad_dim
 from autopar.mesh import Mesh
+from autopar.passes.localise_by_group import OwnRows, open_size
 from autopar.passes.localise_indices import Emitter, localise_groups, localise_lookup, set_arguments
 from autopar.passes.localise_padding import pad_operands
 from autopar.passes.reshard import is_reshard
-from autopar.placement import cuts, local_shape, meta_value
+from autopar.placement import ByGroup, cuts, local_shape, meta_value
 from autopar.rules import Call
 
 aten = torch.ops.aten
@@ -35,6 +36,7 @@ def local_value(value: Any, sharding: Any, mesh: Mesh) -> Any:
 def localise(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
     """Turn every op into the op that one rank runs."""
     ranks = _rank_placeholders(module.graph, mesh)
+    by_group = OwnRows(module.graph, ranks, mesh)
     for node in list(module.graph.nodes):
         if node.op not in ("placeholder", "call_function", "get_attr") or node in ranks.values():
             continue
@@ -42,9 +44,10 @@ def localise(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
         node.meta["global_shape"] = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         node.meta["val"] = local_value(value, node.meta["sharding"], mesh)
         if node.op == "call_function" and not is_reshard(node) and isinstance(node.target, OpOverload):
-            _localise_sizes(node, value)
+            _localise_sizes(module.graph, node, value)
             pad_operands(module.graph, node, ranks, mesh)
             _make_dense(module.graph, node)
+            by_group.localise(node)
             if node.target is torch.ops.autopar.uniform.default:
                 _localise_random(node, ranks, mesh)
             rule = node.meta["rule"]
@@ -71,35 +74,41 @@ def _rank_placeholders(graph: fx.Graph, mesh: Mesh) -> dict[str, fx.Node]:
 
 # ------------------------------------------------------------------------------------------------------ size arguments
 
-Resizer = Callable[[fx.Node, Call, Sequence[int]], None]
+Resizer = Callable[[fx.Node, Call, Sequence[Any]], None]
+"""Given the local shape of the first output; a size that only the step knows is -1, or a node that gives it."""
 
 
-def _localise_sizes(node: fx.Node, value: Any) -> None:
+def _localise_sizes(graph: fx.Graph, node: fx.Node, value: Any) -> None:
     resize = _RESIZERS.get(node.target)
     if resize is not None:
-        local = node.meta["val"]
+        local, sharding = node.meta["val"], node.meta["sharding"]
         # Of several outputs the first that is there: a gradient that nobody wants is None.
-        first = next(v for v in local if isinstance(v, torch.Tensor)) if isinstance(local, tuple) else local
-        resize(node, Call(node), [int(n) for n in first.shape])
+        first = 0 if not isinstance(local, tuple) else next(i for i, v in enumerate(local) if v is not None)
+        local, sharding = (local[first], sharding[first]) if isinstance(local, tuple) else (local, sharding)
+        shape: list[Any] = [int(n) for n in local.shape]
+        for dim in {p.dim for p in sharding if isinstance(p, ByGroup)}:
+            is_inferred = resize is _reshape or node.target is aten.expand.default
+            shape[dim] = -1 if is_inferred else open_size(graph, node)
+        resize(node, Call(node), shape)
 
 
-def _reshape(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+def _reshape(node: fx.Node, call: Call, shape: Sequence[Any]) -> None:
     # A local tensor may have other strides than the traced one, so a view that was possible may need a copy.
     node.target = aten.reshape.default
     node.args, node.kwargs = (call["self"], list(shape)), {}
 
 
-def _size(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+def _size(node: fx.Node, call: Call, shape: Sequence[Any]) -> None:
     set_arguments(node, call, size=list(shape))
 
 
-def _split(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+def _split(node: fx.Node, call: Call, shape: Sequence[Any]) -> None:
     dim = call.dim("dim", len(shape))
     node.target = aten.split_with_sizes.default
     node.args, node.kwargs = (call["self"], [int(v.shape[dim]) for v in node.meta["val"]], dim), {}
 
 
-def _slice(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+def _slice(node: fx.Node, call: Call, shape: Sequence[Any]) -> None:
     dim = call.dim("dim", len(shape))
     source = call["self"]
     local, whole = source.meta["val"].shape[dim], source.meta["global_shape"][dim]
@@ -115,33 +124,33 @@ def _scaled(position: int | None, local: int, whole: int) -> int | None:
     return max(-whole, min(position, whole)) * local // whole
 
 
-def _slice_backward(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+def _slice_backward(node: fx.Node, call: Call, shape: Sequence[Any]) -> None:
     dim = call.dim("dim", len(shape))
     local, whole = shape[dim], int(call["input_sizes"][dim])
     start, end = _scaled(call["start"], local, whole), _scaled(call["end"], local, whole)
     set_arguments(node, call, input_sizes=list(shape), start=start, end=end)
 
 
-def _input_sizes(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+def _input_sizes(node: fx.Node, call: Call, shape: Sequence[Any]) -> None:
     set_arguments(node, call, input_sizes=list(shape))
 
 
-def _embedding_backward(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+def _embedding_backward(node: fx.Node, call: Call, shape: Sequence[Any]) -> None:
     set_arguments(node, call, num_weights=shape[0])
 
 
-def _num_groups(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+def _num_groups(node: fx.Node, call: Call, shape: Sequence[Any]) -> None:
     if call["groups"] > 1:
         set_arguments(node, call, groups=_share(call["groups"], call["input"]))
 
 
-def _bias_size(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+def _bias_size(node: fx.Node, call: Call, shape: Sequence[Any]) -> None:
     _num_groups(node, call, shape)
     if call["bias_sizes"] is not None:
         set_arguments(node, call, bias_sizes=[int(call["grad_output"].meta["val"].shape[1])])
 
 
-def _group_norm(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+def _group_norm(node: fx.Node, call: Call, shape: Sequence[Any]) -> None:
     images, channels, *_ = call["input"].meta["val"].shape
     set_arguments(node, call, N=int(images), C=int(channels), group=_share(call["group"], call["input"]))
 
@@ -151,7 +160,7 @@ def _share(num_groups: int, image: fx.Node) -> int:
     return num_groups * int(image.meta["val"].shape[1]) // int(image.meta["global_shape"][1])
 
 
-def _input_size(node: fx.Node, call: Call, shape: Sequence[int]) -> None:
+def _input_size(node: fx.Node, call: Call, shape: Sequence[Any]) -> None:
     set_arguments(node, call, input_size=list(shape))
 
 

@@ -36,7 +36,7 @@ def localise_lookup(
     held = node.meta["val"].shape[0] if backward else _held(node, call)
     emit = Emitter(graph, node)
     with graph.inserting_before(node):
-        block = _block(emit, [axis for axis, _ in cuts], ranks, mesh)
+        block = rank_along(emit, [axis for axis, _ in cuts], ranks, mesh)
         local = emit(aten.sub.Tensor, (index, emit.number(operator.mul, block, held)), index)
         outside = emit(
             aten.logical_or.default,
@@ -63,7 +63,7 @@ def localise_lookup(
         _mask_result(graph, node, outside, emit)
 
 
-def _block(emit: Emitter, axes: Sequence[int], ranks: dict[str, fx.Node], mesh: Mesh) -> Any:
+def rank_along(emit: Emitter, axes: Sequence[int], ranks: dict[str, fx.Node], mesh: Mesh) -> Any:
     """Which of the consecutive ranges that these axes cut is this rank's."""
     block: Any = 0
     for axis in axes:
@@ -83,7 +83,7 @@ def localise_groups(graph: fx.Graph, node: fx.Node, axes: Sequence[int], ranks: 
     held = int(operands[position].meta["val"].shape[dim])
     emit = Emitter(graph, node)
     with graph.inserting_before(node):
-        start = emit.number(operator.mul, _block(emit, axes, ranks, mesh), held)
+        start = emit.number(operator.mul, rank_along(emit, axes, ranks, mesh), held)
         shifted = emit(aten.sub.Tensor, (ends, start), ends)
         node.replace_input_with(ends, emit(aten.clamp.default, (shifted, 0, held), ends))
 

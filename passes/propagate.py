@@ -17,7 +17,8 @@ from autopar.errors import PlanError
 from autopar.factors import Factor, FactorAnalysis, expert_anchors, may_be_padded, ranked, source_of
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
 from autopar.mesh import Mesh
-from autopar.placement import Partial, Placement, Replicate, Sharding, is_sharded, replicated, shard
+from autopar.passes.by_group import misplaced, rows_by_group, rows_of
+from autopar.placement import ByGroup, Partial, Placement, Replicate, Sharding, is_sharded, replicated, shard
 from autopar.plan import Plan
 from autopar.rules import OpRule, is_look_or_cast
 
@@ -27,12 +28,13 @@ class Cut:
     """One factor of an op's rule cut along one mesh axis: `factor` is read as (split, n, rest).
 
     `grain` is 0 if the axis divides n; else the n positions are dealt out as `torch.chunk` does, and it is the size of
-    the rest.
+    the rest.  With `by_group` the factor is rows, and each rank has those of its own groups (`placement.ByGroup`).
     """
 
     factor: str
     split: int
     grain: int = 0
+    by_group: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,14 +149,36 @@ class _Ops:
         self.whole = replicated(plan.mesh)
         self.unreduced: set[fx.Node] = set()
         self.resting = resting_gradients(joint)
+        self.by_group = rows_by_group(analysis, self.wanted, plan.mesh)
 
     def run(self) -> OpShardings:
+        self._decide()
+        while any(self.by_group) and (whole := self._groups_to_keep_whole()):
+            for axis, groups in whole:
+                self.wanted[axis].pop(groups)
+                self.by_group[axis] = {r: g for r, g in self.by_group[axis].items() if g is not groups}
+            self._decide()
+        return self.nodes
+
+    def _decide(self) -> None:
+        self.nodes.clear()
+        self.unreduced.clear()
         for node in self.joint.module.graph.nodes:
             if node.op == "call_function" and source_of(node)[0] is node:
                 decided = self.nodes[node] = self._call(node)
                 if any(UNREDUCED in sharding for sharding in decided.outputs):
                     self.unreduced.add(node)
-        return self.nodes
+
+    def _groups_to_keep_whole(self) -> set[tuple[int, Factor]]:
+        """Of the groups cut along each axis, those whose rows not all ops would have as they lie."""
+        inputs, outputs = ({n: getattr(d, side) for n, d in self.nodes.items()} for side in ("inputs", "outputs"))
+        nodes = {node for node in misplaced(self.analysis, inputs, outputs) if node in self.analysis.rules}
+        return {
+            (axis, cut[rows])
+            for axis, cut in enumerate(self.by_group)
+            for node in nodes
+            for _, rows in rows_of(self.analysis, node, cut)
+        }
 
     def _call(self, node: fx.Node) -> NodeSharding:
         values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
@@ -164,6 +188,10 @@ class _Ops:
         if rule is not None:
             may_pass = any(source_of(n)[0] in self.unreduced for n in operands)
             for axis in range(self.mesh.num_axes):
+                if self.by_group[axis] and (rows := rows_of(self.analysis, node, self.by_group[axis])):
+                    passing.append(frozenset())
+                    cuts.append(_by_group(rule, [name for name, _ in rows]))
+                    continue
                 partial = self._passes_partial(node, rule, axis) if may_pass else frozenset()
                 passing.append(partial)
                 cuts.append(None if partial else self._choose(node, rule, axis, cuts))
@@ -269,6 +297,11 @@ class _Ops:
         return Cut(cut.factor, cut.split, grain)
 
 
+def _by_group(rule: OpRule, rows: list[str]) -> Cut | None:
+    """The cut that leaves a rank the rows of its own groups; None if the op cannot run so."""
+    return Cut(rows[0], 1, by_group=True) if len(rows) == 1 and rule.may_part_rows(rows[0]) else None
+
+
 def _share_a_dim(rule: OpRule, one: Cut, other: Cut) -> bool:
     """Whether two cuts cut the same dim of some operand or result."""
     groups = (group for dims in (*rule.inputs, *rule.outputs) for group in dims)
@@ -303,8 +336,13 @@ UNREDUCED = Partial("sum")
 def input_placement(rule: OpRule, dims: tuple[tuple[str, ...], ...], cut: Cut | None) -> Placement:
     """How an input must lie along an axis on which `cut` is cut."""
     place = rule.occurrences(cut.factor, dims) if cut else None
-    if cut is None or place is None:
+    if cut is None or (place is None and not cut.by_group):
         return Replicate()
+    if cut.by_group:
+        groups = rule.rows[cut.factor].groups if cut.factor in rule.rows else ""
+        beside = rule.occurrences(groups, dims)
+        return ByGroup(place[0]) if place else shard(beside[0]) if beside else Replicate()
+    assert place is not None
     dim, outer = place
     return shard(dim, outer * cut.split, rule.inside(cut.factor, dims) * cut.grain or 1)
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from autopar.errors import VerificationError
 from autopar.graph import describe_value
 from autopar.mesh import Mesh
-from autopar.placement import local_shape
+from autopar.placement import ByGroup, local_shape
 from autopar.program import COLLECTIVE_KINDS, LocalGraph, collective_axis
 from autopar.runtime.sharding import reduce_tensors, shard_tensor, unshard
 
@@ -131,7 +131,7 @@ class _Lockstep:
     def _check(self, node: fx.Node, values: list[Any]) -> None:
         for rank, value in enumerate(values):
             expected = node.meta["val"]
-            if _matches(value, expected) or self._is_uneven_part(node, value, rank):
+            if _matches(value, expected, node.meta.get("sharding")) or self._is_uneven_part(node, value, rank):
                 continue
             raise VerificationError(
                 f"{_where(node)} on rank {rank}: the graph claims {describe_value(expected)}, the run gave "
@@ -207,14 +207,19 @@ _COLLECTIVES: dict[str, Callable[[list[Tensor], list[Any]], list[Tensor]]] = {
 }
 
 
-def _matches(value: Any, expected: Any) -> bool:
+def _matches(value: Any, expected: Any, sharding: Any) -> bool:
+    """Whether a value is what the graph claims; of rows that lie by group there may be any number."""
     if isinstance(expected, Tensor):
-        return isinstance(value, Tensor) and value.shape == expected.shape and value.dtype == expected.dtype
+        if not isinstance(value, Tensor) or value.dtype != expected.dtype or value.dim() != expected.dim():
+            return False
+        rows = {p.dim for p in sharding or () if isinstance(p, ByGroup)}
+        return all(a == b or d in rows for d, (a, b) in enumerate(zip(value.shape, expected.shape, strict=True)))
     if isinstance(expected, (tuple, list)):
+        shardings = sharding if isinstance(sharding, (tuple, list)) else [None] * len(expected)
         return (
             isinstance(value, (tuple, list))
-            and len(value) == len(expected)
-            and all(_matches(v, e) for v, e in zip(value, expected, strict=True))
+            and len(value) == len(expected) == len(shardings)
+            and all(map(_matches, value, expected, shardings))
         )
     return not isinstance(value, Tensor)
 

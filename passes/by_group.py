@@ -1,0 +1,51 @@
+"""Rows by group: which rows that lie in groups (experts' tokens) a plan has on the ranks that hold their groups.
+
+A plan that cuts the groups of some products cuts their rows with them: every op between the one that takes the rows and
+the one that puts them back runs on a rank's own.  That is all or nothing, since no reshard leads there or away: where
+an op in between cannot, or would have the rows otherwise along another axis, the groups stay whole along this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from autopar.factors import Factor, FactorAnalysis, source_of
+from autopar.mesh import Mesh
+from autopar.placement import ByGroup, Sharding
+
+Wanted = dict[Factor, int]
+"""Factors that an axis cuts, with their place in the order of preference."""
+
+
+def rows_by_group(analysis: FactorAnalysis, wanted: list[Wanted], mesh: Mesh) -> list[dict[Factor, Factor]]:
+    """For each axis the rows that it may have by group, and their groups: those that it cuts into equal numbers."""
+    found: list[dict[Factor, Factor]] = []
+    for axis, size in enumerate(mesh.sizes):
+        parts = dict.fromkeys(wanted[axis], size)
+        for earlier, n in zip(found, mesh.sizes, strict=False):
+            parts |= {groups: parts[groups] * n for groups in set(earlier.values()) if groups in parts}
+        pairs = analysis.groups_of_rows.items()
+        found.append({rows: groups for rows, groups in pairs if groups in parts and groups.size % parts[groups] == 0})
+    return found
+
+
+def rows_of(analysis: FactorAnalysis, node: fx.Node, cut: Mapping[Factor, Factor]) -> list[tuple[str, Factor]]:
+    """The rows that a call has of those that an axis has by group, by their names in its rule."""
+    return [(name, factor) for name, _, factor in analysis.parts(node) if factor in cut]
+
+
+def misplaced(
+    analysis: FactorAnalysis,
+    inputs: Mapping[fx.Node, tuple[Sharding, ...]],
+    outputs: Mapping[fx.Node, tuple[Sharding, ...]],
+) -> Iterator[fx.Node]:
+    """The calls that would read rows by group otherwise than they lie, or something else as rows by group."""
+    for node, needed in inputs.items():
+        for operand, sharding in zip(analysis.operands[node], needed, strict=True):
+            source, index = source_of(operand)
+            given = outputs[source][index] if source in outputs else ()
+            if given != sharding and any(isinstance(p, ByGroup) for p in (*given, *sharding)):
+                yield node
+                yield source

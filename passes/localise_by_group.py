@@ -1,0 +1,103 @@
+"""Localise rows by group: a rank takes, multiplies and puts back the rows of its own groups, as many as there are.
+
+Preserves numerics exactly but for the order in which rows are summed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar import grouped, sorted_rows  # noqa: F401  (register ops)
+from autopar.graph import add_call
+from autopar.mesh import Mesh
+from autopar.passes.localise_indices import Emitter, rank_along, set_arguments
+from autopar.placement import ByGroup, Sharding, is_sharded, local_shape, meta_value, shard
+from autopar.rules import Call, tensor_inputs
+
+aten, ours = torch.ops.aten, torch.ops.autopar
+
+
+class OwnRows:
+    """Gives the ops that move or multiply rows the order and ends of a rank's own; one pair for all that share them."""
+
+    def __init__(self, graph: fx.Graph, ranks: dict[str, fx.Node], mesh: Mesh) -> None:
+        self.graph, self.ranks, self.mesh = graph, ranks, mesh
+        self._orders: dict[tuple[Any, ...], fx.Node] = {}
+        self._ends: dict[tuple[Any, ...], fx.Node] = {}
+
+    def localise(self, node: fx.Node) -> None:
+        """Let a call that is cut by groups work on this rank's rows; all other calls stay as they are."""
+        axes = [axis for axis, cut in enumerate(node.meta["cuts"]) if cut is not None and cut.by_group]
+        if not axes or node.target not in _MOVES_AND_PRODUCTS:
+            return
+        call = Call(node)
+        with self.graph.inserting_before(node):
+            if node.target is ours.grouped_mm.default:
+                node.replace_input_with(call["ends"], self._own_ends(node, call["ends"], axes))
+                return
+            order = self._own_order(node, call["order"], call["ends"], axes)
+        places = {"num_places": int(node.meta["val"].shape[0])} if node.target is ours.put_rows.default else {}
+        set_arguments(node, call, order=order, ends=None, **places)
+
+    def _own_order(self, node: fx.Node, order: fx.Node, ends: fx.Node, axes: Sequence[int]) -> fx.Node:
+        key = (order, ends, *axes)
+        if key not in self._orders:
+            blocks: Sharding = order.meta["sharding"]
+            sharding = tuple(
+                ByGroup(1) if axis in axes else shard(1) if is_sharded(p) else p for axis, p in enumerate(blocks)
+            )
+            shape = (1, order.meta["global_shape"][0] * order.meta["global_shape"][1])
+            value = meta_value(local_shape(shape, sharding, self.mesh), order.meta["val"].dtype)
+            args = (order, ends, *self._own_groups(node, ends, axes))
+            self._orders[key] = self._emit(node, ours.own_order.default, args, value, shape, sharding)
+        return self._orders[key]
+
+    def _own_ends(self, node: fx.Node, ends: fx.Node, axes: Sequence[int]) -> fx.Node:
+        key = (ends, *axes)
+        if key not in self._ends:
+            first, count = self._own_groups(node, ends, axes)
+            value = meta_value((1, count), ends.meta["val"].dtype)
+            self._ends[key] = self._emit(node, ours.own_ends.default, (ends, first, count), value, None, None)
+        return self._ends[key]
+
+    def _own_groups(self, node: fx.Node, ends: fx.Node, axes: Sequence[int]) -> tuple[Any, int]:
+        """The first of a rank's groups, and how many it has."""
+        count = int(ends.meta["val"].shape[1])
+        for axis in axes:
+            count //= self.mesh.sizes[axis]
+        emit = Emitter(self.graph, node)
+        return emit.number(operator.mul, rank_along(emit, axes, self.ranks, self.mesh), count), count
+
+    def _emit(self, owner: fx.Node, op: Any, args: tuple[Any, ...], value: Any, shape: Any, sharding: Any) -> fx.Node:
+        meta = {
+            "val": value,
+            "module": owner.meta["module"],
+            "backward": owner.meta["backward"],
+            "sharding": sharding,
+            "global_shape": shape,
+        }
+        return add_call(self.graph, op, args, {}, meta)
+
+
+_MOVES_AND_PRODUCTS = {ours.take_rows.default, ours.put_rows.default, ours.grouped_mm.default}
+
+
+def open_size(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """How many rows a call's operands have in this step, where it has them by group."""
+    operand, dim = next(
+        (operand, p.dim) for operand in tensor_inputs(node) for p in operand.meta["sharding"] if isinstance(p, ByGroup)
+    )
+    meta = {
+        "val": int(operand.meta["val"].shape[dim]),
+        "module": node.meta["module"],
+        "backward": node.meta["backward"],
+        "sharding": None,
+        "global_shape": None,
+    }
+    with graph.inserting_before(node):
+        return add_call(graph, aten.sym_size.int, (operand, dim), {}, meta)
