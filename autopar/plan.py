@@ -254,6 +254,8 @@ class PlanReport:
     """No plan of the layouts searched computes in less than this; waiting and recomputation come on top."""
     replicated_ops: Mapping[str, int] = field(default_factory=dict)
     """Ops that have no sharding rule and so run whole on every rank: name -> number of nodes."""
+    by_group: tuple[str, ...] = ()
+    """Axes along which ranks have the rows of their own groups (experts), whose number only the step knows."""
     precision: str = ""
     """What the model computes in, if that was asked for; empty if it computes as its tensors' dtypes give."""
     accumulate: int = 1

@@ -27,7 +27,7 @@ from autopar.plan import (
 )
 from autopar.precision import PRECISIONS
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MAX_FILE_BYTES = 64 * 2**20
 """Longer texts are refused unread: a plan has a few hundred bytes a parameter."""
 INFINITE = "infinite"
@@ -276,8 +276,8 @@ _RECORDS: dict[Any, dict[str, Reader[Any]]] = {
         "cluster": _words, "budget_bytes": _count_or_none, "step_time_s": _seconds, "compute_s": _seconds,
         "exposed_s": _seconds, "memory": _record_of(MemoryParts), "rows": _tuple_of(_record_of(ModuleRow)),
         "candidates": _tuple_of(_record_of(Candidate)), "collective_bytes": _mapping_of(_count),
-        "num_searched": _count, "bound_s": _seconds, "replicated_ops": _mapping_of(_count), "precision": _precision,
-        "accumulate": _count,
+        "num_searched": _count, "bound_s": _seconds, "replicated_ops": _mapping_of(_count),
+        "by_group": _tuple_of(_name), "precision": _precision, "accumulate": _count,
     },
 }  # fmt: skip
 """How each field of a record is read; a record's keys are exactly these."""

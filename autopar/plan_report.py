@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from autopar.cost_model.folded import Copies
 from autopar.cost_model.simulate import Simulation, Spent
 from autopar.describe import describe_params
@@ -12,6 +14,7 @@ from autopar.explain import CHOSEN
 from autopar.factors import analyse
 from autopar.graph import JointGraph
 from autopar.layout_search import Priced
+from autopar.placement import ByGroup
 from autopar.plan import Candidate, ModuleCost, PlanReport
 from autopar.program import LocalProgram
 from autopar.search import AUTO
@@ -51,7 +54,18 @@ def plan_report(
         num_searched=len(priced),
         bound_s=min(p.simulation.compute_s for p in priced),
         replicated_ops=replicated_ops(joint, best.standing),
+        by_group=_axes_by_group(program),
     )
+
+
+def _axes_by_group(program: LocalProgram) -> tuple[str, ...]:
+    """The axes along which some rows lie by group."""
+    shardings = [n.meta["sharding"] for n in program.joint.module.graph.nodes if n.target in _MOVES]
+    axes = {axis for s in shardings for axis, p in enumerate(s) if isinstance(p, ByGroup)}
+    return tuple(program.mesh.names[axis] for axis in sorted(axes))
+
+
+_MOVES = {torch.ops.autopar.take_rows.default, torch.ops.autopar.grouped_mm.default}
 
 
 def replicated_ops(joint: JointGraph, standing: StandIns) -> dict[str, int]:

@@ -13,7 +13,7 @@ from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 
 from autopar.graph import JointGraph
-from autopar.placement import describe_sharding, is_sharded
+from autopar.placement import ROWS_MARGIN, describe_sharding, is_sharded
 from autopar.plan import Candidate, MemoryParts, ModuleRow, Plan, Storage
 from autopar.program import LocalProgram
 
@@ -37,6 +37,8 @@ def render_plan(plan: Plan, width: int = 120) -> str:
             parts.append(Group("Candidates", _candidate_table(report.candidates)))
         if report.replicated_ops:
             parts.append(_replicated_note(report.replicated_ops))
+        if report.by_group:
+            parts.append(_by_group_note(report.by_group))
     return as_text(parts, width)
 
 
@@ -276,6 +278,13 @@ def _candidate_table(candidates: Sequence[Candidate]) -> Table:
 def _replicated_note(replicated_ops: Mapping[str, int]) -> str:
     ops = ", ".join(f"{name} ×{count}" for name, count in sorted(replicated_ops.items()))
     return f"No sharding rule, so these run whole on every rank: {ops}"
+
+
+def _by_group_note(axes: Sequence[str]) -> str:
+    return (
+        f"Along {', '.join(axes)} each rank has the rows of its own experts; time and memory are predicted for at most "
+        f"{ROWS_MARGIN} times an even share of them"
+    )
 
 
 def _factor_lines(plan: Plan) -> str:

@@ -287,10 +287,14 @@ def tensor_parallel_factors(joint: JointGraph, analysis: FactorAnalysis, num_ran
 def _flops_by_factor(analysis: FactorAnalysis) -> list[tuple[int, frozenset[int]]]:
     """The FLOPs of each product, and the factors along which it may be cut."""
     return [
-        (flops, frozenset(id(f) for name, _, f in analysis.parts(node) if name not in rule.whole - freed(node, rule)))
+        (flops, frozenset(id(f) for name, _, f in analysis.parts(node) if name not in _kept_whole(node, rule)))
         for node, rule in analysis.rules.items()
         if (flops := node_flops(node))
     ]
+
+
+def _kept_whole(node: fx.Node, rule: OpRule) -> frozenset[str]:
+    return rule.whole - freed(node, rule) - {rows.groups for rows in rule.rows.values()}
 
 
 def expert_refs(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) -> tuple[FactorRef, ...]:
@@ -328,7 +332,7 @@ Group = list[tuple[FactorRef, Factor, fx.Node]]
 def _factor_groups(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) -> dict[str, Group]:
     """Factors that ranks can share out of parameters of two dims or more, grouped by where they occur with layer
     numbers left out."""
-    blocked = _factors_kept_whole(analysis)
+    blocked, grouped = _factors_kept_whole(analysis), set(analysis.groups_of_rows.values())
     matmul_params = _multiplied_params(joint, analysis)
     occurrences: dict[int, Group] = {}
     for path, node in joint.param_nodes().items():
@@ -338,7 +342,7 @@ def _factor_groups(joint: JointGraph, analysis: FactorAnalysis, num_ranks: int) 
             continue
         for dim in range(node.meta["val"].dim()):
             for part, factor in _best_parts(analysis.dim_factors(node, dim), num_ranks, blocked):
-                label = _label(analysis, node, dim)
+                label = EXPERTS if factor in grouped else _label(analysis, node, dim)
                 occurrences.setdefault(id(factor), []).append((FactorRef(path, dim, part, label), factor, node))
     groups: dict[str, Group] = {}
     for members in occurrences.values():
@@ -376,15 +380,23 @@ computed on every rank.  3 heads on 2 ranks are padded by a third, 12 on 8 too, 
 def _factors_kept_whole(analysis: FactorAnalysis) -> set[int]:
     """Factors that some op needs whole: cutting them buys a gather there.
 
-    Not counted are ops that the rewrite takes apart, and constants such as `arange`, which every rank can make whole.
+    Not counted are ops that the rewrite takes apart, constants such as `arange`, which every rank can make whole, and
+    groups where they are cut with their rows or where it is counted how many rows they have.
     """
+    grouped = set(analysis.groups_of_rows.values())
     return {
         id(factor)
         for node, rule in analysis.rules.items()
         if rule.inputs
         for name in rule.whole - freed(node, rule)
         for factor in analysis.rule_factors(node, name)
+        if factor not in grouped or not (rule.rows or _makes(rule, name))
     }
+
+
+def _makes(rule: OpRule, name: str) -> bool:
+    """Whether a factor occurs in an op's results alone."""
+    return not any(name in group for dims in rule.inputs for group in dims)
 
 
 _aten = torch.ops.aten

@@ -125,8 +125,9 @@ def moved_parts(node: fx.Node) -> tuple[int, list[fx.Node]]:
     """How often a node moves its own result, and the inputs that it reads besides."""
     if op_name(node) in _LOOKUPS:
         return 2, node.all_input_nodes[1:]
-    # What is summed into is filled with zeros first.
-    return (2 if op_name(node) == "autopar::put_rows" and node.args[2] != 1 else 1), node.all_input_nodes
+    # What is summed into, or written in part, is filled with zeros first.
+    is_filled = op_name(node) == "autopar::put_rows" and (node.args[2] != 1 or "num_places" in node.kwargs)
+    return (2 if is_filled else 1), node.all_input_nodes
 
 
 def op_time(

@@ -20,14 +20,17 @@ Wanted = dict[Factor, int]
 
 
 def rows_by_group(analysis: FactorAnalysis, wanted: list[Wanted], mesh: Mesh) -> list[dict[Factor, Factor]]:
-    """For each axis the rows that it may have by group, and their groups: those that it cuts into equal numbers."""
+    """For each axis the rows that it may have by group, and their groups: those that it cuts into equal numbers.  Groups
+    that it cannot cut so are no longer wanted."""
     found: list[dict[Factor, Factor]] = []
+    pairs = analysis.groups_of_rows
     for axis, size in enumerate(mesh.sizes):
-        parts = dict.fromkeys(wanted[axis], size)
+        parts = {groups: size for groups in pairs.values() if groups in wanted[axis]}
         for earlier, n in zip(found, mesh.sizes, strict=False):
             parts |= {groups: parts[groups] * n for groups in set(earlier.values()) if groups in parts}
-        pairs = analysis.groups_of_rows.items()
-        found.append({rows: groups for rows, groups in pairs if groups in parts and groups.size % parts[groups] == 0})
+        for groups in [groups for groups, n in parts.items() if groups.size % n]:
+            del wanted[axis][groups]
+        found.append({rows: groups for rows, groups in pairs.items() if groups in wanted[axis]})
     return found
 
 

@@ -32,6 +32,7 @@ class OwnRows:
 
     def localise(self, node: fx.Node) -> None:
         """Let a call that is cut by groups work on this rank's rows; all other calls stay as they are."""
+        self._sum_where_put(node)
         axes = [axis for axis, cut in enumerate(node.meta["cuts"]) if cut is not None and cut.by_group]
         if not axes or node.target not in _MOVES_AND_PRODUCTS:
             return
@@ -43,6 +44,22 @@ class OwnRows:
             order = self._own_order(node, call["order"], call["ends"], axes)
         places = {"num_places": int(node.meta["val"].shape[0])} if node.target is ours.put_rows.default else {}
         set_arguments(node, call, order=order, ends=None, **places)
+
+    def _sum_where_put(self, node: fx.Node) -> None:
+        """Rows that are put back and then summed, so many for each place, are summed where they are put: most of what
+        would be written is zero here, as the rows are other ranks'."""
+        if node.target is not aten.sum.dim_IntList or node.args[2:] or node.kwargs:
+            return
+        view, dims = node.args
+        put = view.args[0] if view.target is aten.reshape.default else None  # type: ignore[union-attr]
+        if not isinstance(put, fx.Node) or put.kwargs.get("num_places") is None or len(put.users) > 1:
+            return
+        shape = tuple(view.meta["val"].shape)  # type: ignore[union-attr]
+        num_places, *rest = put.meta["val"].shape
+        if dims != [1] or len(view.users) > 1 or shape[0] * shape[1] != num_places or [*shape[2:]] != rest:  # type: ignore[union-attr]
+            return
+        rows, order, copies, *_ = put.args
+        node.target, node.args, node.kwargs = put.target, (rows, order, copies * shape[1]), {"num_places": shape[0]}
 
     def _own_order(self, node: fx.Node, order: fx.Node, ends: fx.Node, axes: Sequence[int]) -> fx.Node:
         key = (order, ends, *axes)

@@ -23,6 +23,7 @@ from autopar.runtime.blame import blame, places
 from autopar.runtime.finite import Guard
 from autopar.runtime.live_mesh import Layout
 from autopar.runtime.roles import ForwardRoles, GradientRoles
+from autopar.runtime.shares import watch_shares
 from autopar.runtime.watch import Watch
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -61,6 +62,7 @@ def bind_graph(
     for node in bound.nodes:
         if node.op == "call_function" and node.target in COLLECTIVE_KINDS:
             node.args = (*node.args[:-1], groups[collective_axis(node)])
+    watch_shares(bound)
     bound.set_codegen(BoxedCodeGen())
     compiled: Boxed = fx.GraphModule(module, bound).forward
 

@@ -50,6 +50,7 @@ REPORT = PlanReport(
     candidates=(Candidate("ddp", "dp=8", math.inf, 0.5, 0.5, 7, "too large:\n21 GiB over"),),
     collective_bytes=Counter({"all_reduce@tp": 3, "all_gather@dp": 2**50}),
     replicated_ops={"my_lib::op": 3},
+    by_group=("tp",),
 )
 PLAN = Plan(
     "fsdp+tp",
@@ -108,7 +109,7 @@ def edited(path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("schema_version", 2, r"has schema_version 2, but this autopar reads 3: make the plan again"),
+        ("schema_version", 2, r"has schema_version 2, but this autopar reads 4: make the plan again"),
         ("schema_version", ..., r"has schema_version nothing"),
         ("schema_version", True, r"has schema_version True"),
         ("strategy", ..., r"the root of the plan file lacks key 'strategy'"),
