@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import fx
 
 from autopar.factors import Factor, FactorAnalysis, source_of
@@ -20,8 +21,10 @@ Wanted = dict[Factor, int]
 
 
 def rows_by_group(analysis: FactorAnalysis, wanted: list[Wanted], mesh: Mesh) -> list[dict[Factor, Factor]]:
-    """For each axis the rows that it may have by group, and their groups: those that it cuts into equal numbers.  Groups
-    that it cannot cut so are no longer wanted."""
+    """For each axis the rows that it may have by group, and their groups: those that it cuts into equal numbers.
+
+    Groups that it cannot cut so are no longer wanted.
+    """
     found: list[dict[Factor, Factor]] = []
     pairs = analysis.groups_of_rows
     for axis, size in enumerate(mesh.sizes):
@@ -44,11 +47,20 @@ def misplaced(
     inputs: Mapping[fx.Node, tuple[Sharding, ...]],
     outputs: Mapping[fx.Node, tuple[Sharding, ...]],
 ) -> Iterator[fx.Node]:
-    """The calls that would read rows by group otherwise than they lie, or something else as rows by group."""
+    """The calls that would read rows by group otherwise than they lie, or something else as rows by group.
+
+    A constant is made again for its reader, with as many rows as another operand has.
+    """
     for node, needed in inputs.items():
-        for operand, sharding in zip(analysis.operands[node], needed, strict=True):
-            source, index = source_of(operand)
-            given = outputs[source][index] if source in outputs else ()
-            if given != sharding and any(isinstance(p, ByGroup) for p in (*given, *sharding)):
+        sources = [source_of(operand) for operand in analysis.operands[node]]
+        given = [outputs[source][index] if source in outputs else () for source, index in sources]
+        is_there = any(map(_is_by_group, given))
+        for (source, _), lies, wanted in zip(sources, given, needed, strict=True):
+            is_made = is_there and source.target is torch.ops.aten.full.default
+            if lies != wanted and not is_made and (_is_by_group(lies) or _is_by_group(wanted)):
                 yield node
                 yield source
+
+
+def _is_by_group(sharding: Sharding) -> bool:
+    return any(isinstance(p, ByGroup) for p in sharding)

@@ -105,9 +105,14 @@ _MOVES_AND_PRODUCTS = {ours.take_rows.default, ours.put_rows.default, ours.group
 
 
 def open_size(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """How many rows a call's operands have in this step, where it has them by group."""
+    """How many rows a call has in this step, which has them by group: as many as one of its operands, or, if it makes a
+    constant, as what that meets in its first reader."""
+    readers = (operand for user in node.users for operand in tensor_inputs(user) if operand < node)
     operand, dim = next(
-        (operand, p.dim) for operand in tensor_inputs(node) for p in operand.meta["sharding"] if isinstance(p, ByGroup)
+        (operand, placement.dim)
+        for operand in (*tensor_inputs(node), *readers)
+        for placement in operand.meta["sharding"]
+        if isinstance(placement, ByGroup)
     )
     meta = {
         "val": int(operand.meta["val"].shape[dim]),
