@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -299,7 +300,7 @@ def test_the_exported_program_reads_as_it_runs(one: Subject) -> None:
     """What only the step knows is in the text as a call."""
     plan = expert_plan(one, (2,))
     text = program_text(one.program(plan), plan).text
-    assert "own_order(" in text
+    assert "own_order.default(" in text
     assert "by_group(0)@ep" in text
 
 
