@@ -20,7 +20,7 @@ from torch import fx
 
 from autopar.errors import PlanError
 from autopar.graph import InputKind, JointGraph, OutputKind, Run
-from autopar.plan import EXPERTS, FactorRef
+from autopar.plan import EXPERTS, SENT, FactorRef
 from autopar.regions import region_of
 from autopar.rules import OpRule, rule_for, tensor_inputs
 
@@ -195,7 +195,7 @@ def expert_anchors(analysis: FactorAnalysis, refs: Iterable[FactorRef]) -> dict[
     """The factors that a plan cuts among experts alone, and the parameters by which it names them."""
     found: dict[Factor, set[fx.Node]] = {}
     for ref in refs:
-        factor = analysis.find(ref) if ref.label == EXPERTS else None
+        factor = analysis.find(ref) if ref.label in (EXPERTS, SENT) else None
         if factor is not None:
             found.setdefault(factor, set()).add(analysis.anchors[ref.anchor])
     return found

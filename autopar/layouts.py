@@ -17,7 +17,7 @@ from autopar.graph import JointGraph
 from autopar.mesh import Mesh
 from autopar.passes.pipeline import parameter_uses
 from autopar.placement import Replicate, Sharding, at_rest, is_sharded, replicated
-from autopar.plan import FactorRef, Plan, Storage
+from autopar.plan import SENT, FactorRef, Plan, Storage
 from autopar.planner import named_on
 from autopar.strategies import batch_refs, cut_at_rest_along, expert_refs, sequence_refs
 
@@ -89,6 +89,8 @@ def _inner(joint: JointGraph, mesh: Mesh, batch: Factors) -> Iterator[tuple[str,
     experts = expert_refs(joint, analyse(joint), mesh.sizes[-1])
     if experts:
         yield "experts, batch elsewhere", (*experts, *batch)
+        if analyse(joint).groups_of_rows:
+            yield "experts, rows sent, batch elsewhere", (*(replace(ref, label=SENT) for ref in experts), *batch)
     tensor = tuple(
         ref
         for ref in named_on("fsdp+tp" if mesh.num_axes > 1 else "tp", joint, mesh).factors[-1]

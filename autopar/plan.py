@@ -27,7 +27,7 @@ class FactorRef:
         anchor: a parameter's or buffer's name, or `input:PATH` for a model input.
         dim: the tensor dim of the anchor in which the factor occurs.
         part: which factor of the dim, counted from the outermost, when the dim fuses several (a fused QKV weight).
-        label: a word for readers: `batch`, `seq`, `vocab`, `heads`, `ffn`, …  `EXPERTS` has a meaning, see there.
+        label: a word for readers: `batch`, `seq`, `vocab`, `heads`, `ffn`, …  `EXPERTS` and `SENT` have a meaning.
     """
 
     anchor: str
@@ -39,7 +39,12 @@ class FactorRef:
 EXPERTS = "experts"
 """Label of a factor that is cut only where its anchor is read, and where it lives on in what came of that: the products
 of experts, each with its own rows.  Where rows go to experts and come back, an op has the factor too, but runs as the
-factors after it say, so that rows change places by an all-to-all."""
+factors after it say, so that rows change places by an all-to-all.  Rows that are sorted to their experts are cut with
+them: each rank takes those of its own from tokens that are brought together."""
+
+SENT = "experts, rows sent"
+"""Label of experts whose sorted rows go to the ranks that hold them, and come back, by all-to-alls, where the batch is
+cut along the same axis; else as `EXPERTS`."""
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,10 @@ class OpRule:
         group = next((group for group in dims if factor in group), (factor,))
         return math.prod(self.sizes[f] for f in group[group.index(factor) + 1 :])
 
+    def blocks_of(self, rows: str) -> str:
+        """The factor of the blocks that rows in groups lie in, which is outside of theirs."""
+        return next(group[0] for dims in (*self.inputs, *self.outputs) for group in dims if rows in group)
+
     def may_part_rows(self, factor: str) -> bool:
         """Whether the op may run on rows of any number and order: the innermost part of their dims that `factor` is,
         which another op has made so.

@@ -123,6 +123,48 @@ def _(order: Tensor, ends: Tensor, first: int, num_groups: int) -> Tensor:
     return order.new_empty((1, torch.library.get_ctx().new_dynamic_size()))
 
 
+@torch.library.custom_op("autopar::arrival_order", mutates_args=())
+def arrival_order(ends: Tensor, first: int, num_groups: int, num_ranks: int) -> Tensor:
+    """Where the rows of `own_order` stand among those that ranks send, each its own by group.
+
+    Args:
+        ends: (blocks, all groups) integers, from `group_ends`; each rank has as many consecutive blocks.
+        first: the first of the groups that the rows belong to.
+        num_groups: how many groups.
+        num_ranks: how many ranks send, in the order of their blocks.
+
+    Returns:
+        (1, rows) integers: an order of one block.
+    """
+    _, counts = _spans(ends, first, num_groups)
+    sent = counts.view(num_ranks, -1, num_groups).transpose(1, 2)
+    begins = (sent.flatten().cumsum(0) - sent.flatten()).view_as(sent).transpose(0, 1).flatten()
+    counts = sent.transpose(0, 1).flatten()
+    spans = torch.repeat_interleave(begins - (counts.cumsum(0) - counts), counts)
+    return (spans + torch.arange(len(spans), device=ends.device)).unsqueeze(0)
+
+
+@arrival_order.register_fake
+def _(ends: Tensor, first: int, num_groups: int, num_ranks: int) -> Tensor:
+    return ends.new_empty((1, torch.library.get_ctx().new_dynamic_size()), dtype=torch.int64)
+
+
+def rows_sent(ends: Tensor, num_ranks: int, rank: int) -> list[int]:
+    """How many rows of its own blocks a rank sends to each rank, which has as many of the groups."""
+    _, counts = _spans(ends, 0, ends.shape[1])
+    mine = counts.view(num_ranks, -1, ends.shape[1])[rank].sum(0)
+    sizes: list[int] = mine.view(num_ranks, -1).sum(1).tolist()
+    return sizes
+
+
+def rows_received(ends: Tensor, num_ranks: int, rank: int) -> list[int]:
+    """How many rows of its own groups a rank gets from each rank, which has as many of the blocks."""
+    num_groups = ends.shape[1] // num_ranks
+    _, counts = _spans(ends, rank * num_groups, num_groups)
+    sizes: list[int] = counts.reshape(num_ranks, -1).sum(1).tolist()
+    return sizes
+
+
 @torch.library.custom_op("autopar::own_ends", mutates_args=())
 def own_ends(ends: Tensor, first: int, num_groups: int) -> Tensor:
     """Where groups end among the rows that `own_order` gives: (1, num_groups) int32."""

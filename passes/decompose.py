@@ -19,7 +19,7 @@ from autopar._compat import LazyGraphModule, QuickGraph
 from autopar.factors import Factor, FactorAnalysis, may_be_padded, ranked
 from autopar.graph import JointGraph, copy_node
 from autopar.passes.one_hot import sum_of_one_hot
-from autopar.plan import EXPERTS, Plan
+from autopar.plan import EXPERTS, SENT, Plan
 from autopar.rules import Call, OpRule
 from autopar.writer import Writer
 
@@ -134,7 +134,7 @@ def freed(node: fx.Node, rule: OpRule) -> frozenset[str]:
 
 def cut_whole(joint: JointGraph, analysis: FactorAnalysis, plan: Plan) -> tuple[fx.Node, ...]:
     """The ops that can be taken apart and that the plan would cut along a factor which they need whole."""
-    wanted = [ranked(analysis, (ref for ref in refs if ref.label != EXPERTS)) for refs in plan.factors]
+    wanted = [ranked(analysis, (ref for ref in refs if ref.label not in (EXPERTS, SENT))) for refs in plan.factors]
     if not any(wanted):
         return ()
     return tuple(

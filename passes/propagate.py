@@ -19,7 +19,7 @@ from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
 from autopar.mesh import Mesh
 from autopar.passes.by_group import misplaced, rows_by_group, rows_of
 from autopar.placement import ByGroup, Partial, Placement, Replicate, Sharding, is_sharded, replicated, shard
-from autopar.plan import Plan
+from autopar.plan import SENT, Plan
 from autopar.rules import OpRule, is_look_or_cast
 
 
@@ -28,13 +28,15 @@ class Cut:
     """One factor of an op's rule cut along one mesh axis: `factor` is read as (split, n, rest).
 
     `grain` is 0 if the axis divides n; else the n positions are dealt out as `torch.chunk` does, and it is the size of
-    the rest.  With `by_group` the factor is rows, and each rank has those of its own groups (`placement.ByGroup`).
+    the rest.  With `by_group` the factor is rows, and each rank has those of its own groups (`placement.ByGroup`);
+    with `sent`, those that others took from their parts of a table, or will put back to them.
     """
 
     factor: str
     split: int
     grain: int = 0
     by_group: bool = False
+    sent: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ class _Ops:
         self.unreduced: set[fx.Node] = set()
         self.resting = resting_gradients(joint)
         self.by_group = rows_by_group(analysis, self.wanted, plan.mesh)
+        self.sent = [{analysis.find(ref) for ref in refs if ref.label == SENT} for refs in plan.factors]
 
     def run(self) -> OpShardings:
         self._decide()
@@ -190,7 +193,7 @@ class _Ops:
             for axis in range(self.mesh.num_axes):
                 if self.by_group[axis] and (rows := rows_of(self.analysis, node, self.by_group[axis])):
                     passing.append(frozenset())
-                    cuts.append(_by_group(rule, [name for name, _ in rows]))
+                    cuts.append(self._rows_by_group(node, rule, rows, axis, cuts))
                     continue
                 partial = self._passes_partial(node, rule, axis) if may_pass else frozenset()
                 passing.append(partial)
@@ -259,6 +262,24 @@ class _Ops:
                 best = (position, cut)
         return best[1] if best else None
 
+    def _rows_by_group(
+        self, node: fx.Node, rule: OpRule, rows: list[tuple[str, Factor]], axis: int, earlier: Sequence[Cut | None]
+    ) -> Cut | None:
+        """The cut that leaves a rank the rows of its own groups; None if the op cannot run so."""
+        (name, factor), *others = rows
+        if others or not rule.may_part_rows(name):
+            return None
+        groups = self.by_group[axis][factor]
+        moves = name in rule.rows and not rule.rows[name].groups
+        if moves and groups in self.sent[axis] and sum(factor in cut for cut in self.by_group) == 1:
+            # Blocks must lie one after another along this axis, so that none inside it may cut them again.
+            blocks = self.analysis.rule_factors(node, rule.blocks_of(name))
+            inside = any(block in wanted for block in blocks for wanted in self.wanted[axis + 1 :])
+            if len(blocks) == 1 and blocks[0] in self.wanted[axis] and not inside:
+                cut = self._cut(rule, Cut(rule.blocks_of(name), 1), blocks[0], axis, earlier)
+                return Cut(name, 1, by_group=True, sent=cut is not None and not cut.grain)
+        return Cut(name, 1, by_group=True)
+
     def _stays_with_experts(self, node: fx.Node, rule: OpRule, cut: Cut, factor: Factor, axis: int) -> bool:
         """Whether an op reads the experts' own parameters, or what already lies cut among experts, and keeps it so.
 
@@ -295,11 +316,6 @@ class _Ops:
         if not all(_is_outside(rule, c, cut) for c in beside):
             return None
         return Cut(cut.factor, cut.split, grain)
-
-
-def _by_group(rule: OpRule, rows: list[str]) -> Cut | None:
-    """The cut that leaves a rank the rows of its own groups; None if the op cannot run so."""
-    return Cut(rows[0], 1, by_group=True) if len(rows) == 1 and rule.may_part_rows(rows[0]) else None
 
 
 def _share_a_dim(rule: OpRule, one: Cut, other: Cut) -> bool:
@@ -339,8 +355,9 @@ def input_placement(rule: OpRule, dims: tuple[tuple[str, ...], ...], cut: Cut | 
     if cut is None or (place is None and not cut.by_group):
         return Replicate()
     if cut.by_group:
-        groups = rule.rows[cut.factor].groups if cut.factor in rule.rows else ""
-        beside = rule.occurrences(groups, dims)
+        beside = rule.occurrences(rule.rows[cut.factor].groups, dims) if cut.factor in rule.rows else None
+        if cut.sent and not place and not rule.occurrences(rule.rows[cut.factor].ends, dims):
+            beside = rule.occurrences(rule.blocks_of(cut.factor), dims)
         return ByGroup(place[0]) if place else shard(beside[0]) if beside else Replicate()
     assert place is not None
     dim, outer = place

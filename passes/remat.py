@@ -118,6 +118,8 @@ def choose_saved(nodes: Sequence[fx.Node], given: Collection[fx.Node], level: st
 def _is_expensive(node: fx.Node) -> bool:
     """Whether computing a value again costs more than memory traffic: a product, attention, a collective."""
     op = node.target
+    if any(cut is not None and cut.sent for cut in node.meta.get("cuts", ())):
+        return True
     if not isinstance(op, OpOverload):
         return is_reshard(node) and communicates(node)
     return op.overloadpacket in flop_registry or "scaled_dot_product" in op._schema.name

@@ -124,8 +124,7 @@ class _Lockstep:
             _check_agreement(node, kind, members)
             for rank, output in zip(group, _COLLECTIVES[kind](tensors, members), strict=True):
                 outputs[rank] = output
-        measured = max(outputs[0], calls[0][0], key=Tensor.numel)  # the larger side, as programs count
-        self.collectives.append(ExecutedCollective(kind, axis, measured.numel() * measured.element_size()))
+        self.collectives.append(ExecutedCollective(kind, axis, _num_bytes(node, calls[0][0], outputs[0])))
         return outputs
 
     def _check(self, node: fx.Node, values: list[Any]) -> None:
@@ -147,6 +146,14 @@ class _Lockstep:
         if value.dtype != expected.dtype or not value.dim() == len(mine) == expected.dim():
             return False
         return all(size in sizes for size, *sizes in zip(value.shape, mine, expected.shape, strict=True))
+
+
+def _num_bytes(node: fx.Node, sent: Tensor, received: Tensor) -> int:
+    """Of the larger side, as programs count; of rows by group what was priced, since each step has another number."""
+    if any(isinstance(p, ByGroup) for n in (node, *node.all_input_nodes) for p in n.meta.get("sharding") or ()):
+        return int(node.meta["bytes"])
+    measured = max(received, sent, key=Tensor.numel)
+    return measured.numel() * measured.element_size()
 
 
 def _check_agreement(node: fx.Node, kind: str, members: list[Any]) -> None:
