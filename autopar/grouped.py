@@ -20,7 +20,8 @@ aten = torch.ops.aten
 
 def _multiply(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Grouped products of one block of rows, by PyTorch's kernel where it has one."""
-    if a.is_cuda and a.dtype == torch.bfloat16 and _is_aligned(a) and _is_aligned(b):
+    has_rows = a.numel() and b.numel()  # a rank may have none
+    if a.is_cuda and a.dtype == torch.bfloat16 and has_rows and _is_aligned(a) and _is_aligned(b):
         return torch.nn.functional.grouped_mm(a, b, offs=ends.to(torch.int32))
     return _define(a, b, ends)
 

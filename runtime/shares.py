@@ -21,7 +21,7 @@ def watch_shares(graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=op):
             call = Call(node)
             said = (int(node.meta["val"].numel()), node.meta["module"], call["first"], call["num_groups"])
-            node.target, node.args = order_watched, (op.name().partition("::")[2], *said, *node.args)
+            node.target, node.args = order_watched, (op._schema.name.partition("::")[2], *said, *node.args)
 
 
 def order_watched(name: str, priced: int, module: str, first: int, num_groups: int, *args: Any) -> Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from one_op import assert_same, assignment_of, lowered, one_op
 from pool import RankPool
 from programs import Subject, subject
 from test_mutants import collectives, drop, edited, is_told
@@ -23,9 +25,12 @@ from autopar.export_text import program_text
 from autopar.factors import analyse
 from autopar.layouts import Layout, storages
 from autopar.mesh import Mesh
-from autopar.placement import ROWS_MARGIN, ByGroup, Replicate, Shard, describe_sharding, is_uneven, local_shape
-from autopar.plan import EXPERTS, FactorRef, Plan
-from autopar.program import LocalProgram
+from autopar.passes.propagate import Assignment, Cut
+from autopar.placement import ROWS_MARGIN, ByGroup, Partial, Replicate, Shard, describe_sharding, is_uneven, local_shape
+from autopar.plan import EXPERTS, SENT, FactorRef, Plan
+from autopar.program import COLLECTIVE_KINDS, LocalProgram
+from autopar.rules import tensor_inputs
+from autopar.runtime.lockstep import run_lockstep
 from autopar.strategies import batch_refs, expert_refs, tensor_parallel_factors
 
 ours = torch.ops.autopar
@@ -41,11 +46,15 @@ def experts(one: Subject, num_ranks: int) -> tuple[FactorRef, ...]:
     return expert_refs(one.joint, analyse(one.joint), num_ranks)
 
 
-def expert_plan(one: Subject, sizes: tuple[int, ...], mode: str = "whole") -> Plan:
-    """Experts along the last axis, the batch along all."""
+def expert_plan(one: Subject, sizes: tuple[int, ...], label: str = EXPERTS, mode: str = "whole") -> Plan:
+    """Experts along the last axis, the batch along all; `label` says how rows come to their experts."""
     batch = batch_refs(one.joint)
+    refs = tuple(replace(ref, label=label) for ref in experts(one, sizes[-1]))
     mesh = Mesh(("dp", "ep")[-len(sizes) :], sizes)
-    return plan_on(one, mesh, *[batch] * (len(sizes) - 1), (*experts(one, sizes[-1]), *batch), mode=mode)
+    return plan_on(one, mesh, *[batch] * (len(sizes) - 1), (*refs, *batch), mode=mode)
+
+
+EITHER_WAY = pytest.mark.parametrize("label", [EXPERTS, SENT])
 
 
 def products(program: LocalProgram) -> list[fx.Node]:
@@ -92,6 +101,76 @@ def test_own_orders_part_all_rows(seed: int, num_blocks: int, length: int, num_g
         assert sorted(seen) == list(range(num_blocks * length))
 
 
+BLOCKS, LENGTH, COPIES = 4, 6, 2
+"""Two blocks for each of two ranks, as no model's plan has them."""
+
+
+def one_call(op: Any, *args: Any) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """A call in blocks of rows of four groups, with its order, its ends, and the rows' places by group."""
+    ids = torch.randint(NUM_EXPERTS, (BLOCKS, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids, order = ids.sort(stable=True, dim=1)
+    ends = ours.group_ends(ids, NUM_EXPERTS)
+    known = {"order": order, "ends": ends}
+    case = one_op(op, [known.get(arg, arg) if isinstance(arg, str) else arg for arg in args], {})
+    return case, order, ends, ours.own_order(order, ends, 0, NUM_EXPERTS)[0]
+
+
+def run_by_group(case: Any, sent: bool, inputs: list[list[Tensor]]) -> tuple[list[Tensor], Any]:
+    """Each rank's result of a call that is cut by group over two ranks."""
+    mesh = Mesh(("ep",), (2,))
+    assignment = assignment_of(case, mesh, [Cut("p", 1, by_group=True, sent=sent)])
+    made = assignment.nodes[case.call]
+    given = dict(zip(tensor_inputs(case.call), made.inputs, strict=True))
+    nodes = {**assignment.nodes, **{n: replace(assignment.nodes[n], outputs=(s,)) for n, s in given.items()}}
+    wanted = tuple(made.outputs[0] for _ in assignment.wanted)
+    graph = lowered(case, mesh, Assignment(nodes, wanted))
+    found = run_lockstep(graph, mesh, [[*values, rank] for rank, values in enumerate(inputs)])
+    return [outputs[0] for outputs in found.outputs], made
+
+
+SENT_OR_NOT = pytest.mark.parametrize("sent", [False, True])
+
+
+@SENT_OR_NOT
+def test_a_take_gives_each_rank_the_rows_of_its_groups(sent: bool) -> None:
+    table = torch.randn(BLOCKS * LENGTH // COPIES, 3, dtype=torch.float64)
+    case, order, ends, places = one_call(ours.take_rows.default, table, "order", COPIES, "ends")
+    parts = [table.chunk(2), order.chunk(2)] if sent else [[table] * 2, [order] * 2]
+    found, made = run_by_group(case, sent, [[parts[0][rank], parts[1][rank], ends] for rank in range(2)])
+    assert made.outputs == ((ByGroup(0),),)
+    torch.testing.assert_close(torch.cat(found), table[places // COPIES], rtol=0, atol=0)
+
+
+@SENT_OR_NOT
+@pytest.mark.parametrize("copies", [1, COPIES])
+def test_a_put_brings_each_rank_its_part(sent: bool, copies: int) -> None:
+    rows = torch.randn(BLOCKS * LENGTH, 3, dtype=torch.float64)
+    case, order, ends, places = one_call(ours.put_rows.default, rows, "order", copies, "ends")
+    by_place = torch.empty_like(rows)
+    by_place[(order + LENGTH * torch.arange(BLOCKS)[:, None]).flatten()] = rows
+    sizes = [int(ours.own_ends(ends, first, NUM_EXPERTS // 2)[0, -1]) for first in (0, NUM_EXPERTS // 2)]
+    own, orders = by_place[places].split(sizes), order.chunk(2) if sent else [order] * 2
+    found, made = run_by_group(case, sent, [[own[rank], orders[rank], ends] for rank in range(2)])
+    assert made.outputs == (((Shard(0),) if sent else (Partial("sum"),)),)
+    expected = by_place.view(-1, copies, 3).sum(1)
+    assert_same(torch.cat(found) if sent else found[0] + found[1], expected, "put back")
+
+
+@pytest.mark.parametrize("contracted", [False, True])
+def test_products_are_of_a_ranks_own_groups(contracted: bool) -> None:
+    rows, right = torch.randn(BLOCKS * LENGTH, 3, dtype=torch.float64), torch.randn(BLOCKS * LENGTH, 5).double()
+    weights = torch.randn(NUM_EXPERTS, 3, 5, dtype=torch.float64)
+    operands = (rows.T, right) if contracted else (rows, weights)
+    case, order, ends, places = one_call(ours.grouped_mm.default, *operands, "ends")
+    in_order = (order + LENGTH * torch.arange(BLOCKS)[:, None]).flatten().argsort()[places]
+    sizes = [int(ours.own_ends(ends, first, NUM_EXPERTS // 2)[0, -1]) for first in (0, NUM_EXPERTS // 2)]
+    own, others = rows[in_order].split(sizes), right[in_order].split(sizes) if contracted else weights.chunk(2)
+    given = [[own[r].T if contracted else own[r], others[r], ends] for r in range(2)]
+    found, made = run_by_group(case, False, given)
+    assert made.outputs == ((Shard(0) if contracted else ByGroup(0),),)
+    assert_same(torch.cat(found), case.expected[0] if contracted else case.expected[0][in_order], "product")
+
+
 def test_rows_by_group_are_priced_with_a_margin() -> None:
     mesh = Mesh(("dp", "ep"), (2, 4))
     sharding = (Shard(0), ByGroup(0))
@@ -105,16 +184,16 @@ def test_rows_by_group_are_priced_with_a_margin() -> None:
 # ---- whole models
 
 
+@EITHER_WAY
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
 @pytest.mark.parametrize(("sizes", "mode"), [((2,), "whole"), ((4,), "whole"), ((2, 2), "regathered")])
-def test_mixtures_equal_the_single_device(kind: str, sizes: tuple[int, ...], mode: str) -> None:
+def test_mixtures_equal_the_single_device(kind: str, sizes: tuple[int, ...], mode: str, label: str) -> None:
     one = subject(mixture(kind), input_ids=tokens(), labels=tokens())
-    program = assert_equal(one, expert_plan(one, sizes, mode), {"ep"})
-    shapes = {n.args[2].meta["val"].shape for n in program.joint.module.graph.nodes if n.target is COLLECTED}
-    assert shapes == {(1, (8 if kind == "DeepseekV3" else 4) // sizes[-1])}
-
-
-COLLECTED = ours.grouped_mm.default
+    program = assert_equal(one, expert_plan(one, sizes, label, mode), {"ep"})
+    ends = {tuple(node.args[2].meta["val"].shape) for node in products(program)}
+    assert ends == {(1, (8 if kind == "DeepseekV3" else 4) // sizes[-1])}
+    kinds = Counter(c.kind for c in program.collectives() if c.axis == "ep")
+    assert (kinds["all_to_all"] > 0) is (label == SENT)
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "DeepseekV3"])
@@ -139,16 +218,38 @@ def _one() -> Subject:
     return subject(Mixture(), torch.randn(8, 5, 8))
 
 
+@EITHER_WAY
 @pytest.mark.parametrize("names", [("ep", "dp"), ("dp", "ep")])
-def test_experts_along_either_axis(one: Subject, names: tuple[str, str]) -> None:
-    cut = {"ep": experts(one, 2), "dp": batch_refs(one.joint)}
-    assert_equal(one, plan_on(one, Mesh(names, (2, 2)), *(cut[name] for name in names)), {"ep"})
+def test_experts_along_either_axis(one: Subject, names: tuple[str, str], label: str) -> None:
+    """Rows are sent along the inner axis alone: along an outer one, whose ranks' rows of the batch lie further apart,
+    they are gathered."""
+    batch = batch_refs(one.joint)
+    refs = tuple(replace(ref, label=label) for ref in experts(one, 2))
+    cut = {"ep": (*refs, *batch), "dp": batch}
+    program = assert_equal(one, plan_on(one, Mesh(names, (2, 2)), *(cut[name] for name in names)), {"ep"})
+    is_sent = any(c.kind == "all_to_all" for c in program.collectives())
+    assert is_sent is (label == SENT and names[1] == "ep")
+
+
+def test_rows_are_not_sent_where_all_tokens_are_there(one: Subject) -> None:
+    refs = tuple(replace(ref, label=SENT) for ref in experts(one, 2))
+    program = assert_equal(one, plan_on(one, Mesh(("ep",), (2,)), refs), {"ep"})
+    assert not any(c.kind == "all_to_all" for c in program.collectives())
+
+
+def test_only_rows_and_counts_travel(one: Subject) -> None:
+    """There and back, and once more in the backward pass: rows, and what weighs each of them; beside them the ends."""
+    program = one.program(expert_plan(one, (4,), SENT))
+    found = [(c.kind, c.backward) for c in program.collectives()]
+    assert Counter(found)["all_to_all", False] == 3  # rows, their weights, and what is made of them
+    gathered = [n for n in collectives(program.forward.module.graph) if COLLECTIVE_KINDS[n.target] == "all_gather"]
+    assert [(n.meta["val"].dtype, n.meta["val"].numel()) for n in gathered] == [(torch.int32, 4 * NUM_EXPERTS)]
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_experts_along_both_axes(one: Subject, beside: bool) -> None:
     refs = experts(one, 2)
-    inner = (*refs, *batch_refs(one.joint)) if beside else refs
+    inner = (*(replace(ref, label=SENT) for ref in refs), *batch_refs(one.joint)) if beside else refs
     program = assert_equal(one, plan_on(one, Mesh(("a", "b"), (2, 2)), inner, inner), {"a", "b"})
     assert {n.args[1].meta["val"].shape[0] for n in products(program)} == {1}
 
@@ -180,18 +281,20 @@ class Skewed(Mixture):
         return logits.softmax(-1).gather(1, chosen), chosen
 
 
+@EITHER_WAY
 @pytest.mark.parametrize("favoured", [(0, 1), (2, 3), (3,), (1, 2)])
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
-def test_ranks_may_have_no_rows_or_all(favoured: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+def test_ranks_may_have_no_rows_or_all(favoured: tuple[int, ...], sizes: tuple[int, ...], label: str) -> None:
     torch.manual_seed(0)
     one = subject(Skewed(favoured), torch.randn(8, 5, 8))
-    assert_equal(one, expert_plan(one, sizes), {"ep"})
+    assert_equal(one, expert_plan(one, sizes, label), {"ep"})
 
 
-def test_experts_may_have_biases() -> None:
+@EITHER_WAY
+def test_experts_may_have_biases(label: str) -> None:
     torch.manual_seed(0)
     one = subject(Sorts(), torch.randn(8, 5, 8))
-    assert_equal(one, expert_plan(one, (2, 2)), {"ep"})
+    assert_equal(one, expert_plan(one, (2, 2), label), {"ep"})
 
 
 class Views(Mixture):
@@ -204,10 +307,11 @@ class Views(Mixture):
         return scaled + hidden.split(4, dim=1)[1].repeat_interleave(3, 1)
 
 
-def test_sizes_that_ops_are_told_are_those_of_the_step() -> None:
+@EITHER_WAY
+def test_sizes_that_ops_are_told_are_those_of_the_step(label: str) -> None:
     torch.manual_seed(0)
     one = subject(Views(), torch.randn(8, 5, 8))
-    assert_equal(one, expert_plan(one, (4,)), {"ep"})
+    assert_equal(one, expert_plan(one, (4,), label), {"ep"})
 
 
 # ---- what cannot be cut so, and stays whole
@@ -253,8 +357,9 @@ def test_experts_that_ranks_do_not_divide_stay_whole(one: Subject) -> None:
 # ---- what could go wrong unseen
 
 
-def test_a_dropped_collective_is_told(one: Subject) -> None:
-    plan = expert_plan(one, (2, 2))
+@EITHER_WAY
+def test_a_dropped_collective_is_told(one: Subject, label: str) -> None:
+    plan = expert_plan(one, (2, 2), label)
     program = one.program(plan)
     assert one.compare(program, plan).ok
     for backward, local in enumerate(program.graphs):
@@ -288,12 +393,12 @@ def test_auto_chooses_experts_where_they_cost_least() -> None:
         ids = torch.empty(8, 256, dtype=torch.long)
     plan = autopar.plan(model, "8 H100-80GB", example_inputs={"input_ids": ids, "labels": ids}, precision="bf16")
     labels = [{ref.label for ref in refs} for refs in plan.factors]
-    axes = [name for name, found in zip(plan.mesh.names, labels, strict=True) if EXPERTS in found]
+    axes = [name for name, found in zip(plan.mesh.names, labels, strict=True) if {EXPERTS, SENT} & found]
     assert axes, str(plan)
     assert plan.report is not None
     assert plan.report.by_group == tuple(axes)
     assert f"Along {axes[0]} each rank has the rows of its own experts; time and memory are predicted" in str(plan)
-    assert f"cut along {axes[0]}: experts (model.layers.0.mlp.experts" in str(replace(plan, report=None))
+    assert f"cut along {axes[0]}: experts" in str(replace(plan, report=None))
 
 
 def test_the_exported_program_reads_as_it_runs(one: Subject) -> None:
@@ -307,7 +412,7 @@ def test_the_exported_program_reads_as_it_runs(one: Subject) -> None:
 # ---- processes
 
 
-def trains_with_experts(sizes: tuple[int, ...], skewed: bool) -> list[str]:
+def trains_with_experts(sizes: tuple[int, ...], skewed: bool, label: str) -> list[str]:
     """Three steps on this rank's rows and on one device beside it; returns what was warned of."""
     model = mixture("DeepseekV3")
     if skewed:  # the first two experts get all
@@ -315,7 +420,7 @@ def trains_with_experts(sizes: tuple[int, ...], skewed: bool) -> list[str]:
             if name.endswith("e_score_correction_bias"):
                 buffer[:2] = 100.0
     reference, ids, (rows,) = copy.deepcopy(model), tokens(), mine(tokens())
-    plan = expert_plan(subject(copy.deepcopy(model), input_ids=ids, labels=ids), sizes)
+    plan = expert_plan(subject(copy.deepcopy(model), input_ids=ids, labels=ids), sizes, label)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         batch = {"input_ids": rows, "labels": rows}
@@ -336,9 +441,10 @@ def trains_with_experts(sizes: tuple[int, ...], skewed: bool) -> list[str]:
     return [str(warning.message) for warning in said if "rows belong to groups" in str(warning.message)]
 
 
+@EITHER_WAY
 @pytest.mark.parametrize(("sizes", "skewed"), [((4,), False), ((2, 2), True)])
-def test_experts_train_on_processes(gloo4: RankPool, sizes: tuple[int, ...], skewed: bool) -> None:
-    said = gloo4.run(trains_with_experts, sizes, skewed)
+def test_experts_train_on_processes(gloo4: RankPool, sizes: tuple[int, ...], skewed: bool, label: str) -> None:
+    said = gloo4.run(trains_with_experts, sizes, skewed, label)
     if skewed:  # the first rank of each pair has all rows of its pair, the second none
         assert [len(texts) for texts in said] == [1, 0, 1, 0], said
         assert "model.layers.1.mlp.experts: 48 rows belong to groups 0 to 3, which this rank holds" in said[0][0]
