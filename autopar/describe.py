@@ -1,11 +1,13 @@
-"""Words for how a parameter lies: `column`, `row`, `vocab`, `replicate`, `shard(0)@dp`."""
+"""Words for how a parameter lies: `column`, `row`, `vocab`, `experts`, `replicate`, `shard(0)@dp`."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import fx
 
-from autopar.factors import FactorAnalysis, analyse, ranked, source_of
+from autopar.factors import Factor, FactorAnalysis, analyse, ranked, source_of
 from autopar.graph import JointGraph
 from autopar.placement import Placement, Replicate, describe_placement, is_sharded, shard_dim, shard_split
 from autopar.plan import Plan
@@ -18,7 +20,8 @@ def describe_params(joint: JointGraph, plan: Plan) -> dict[str, str]:
     """For each parameter, its placements in words.
 
     Along an axis that cuts the parameter as it is *used*, the word says what is cut: `column` the output of its matrix
-    product, `row` the contracted side, `vocab` the rows of a lookup table.  An axis that cuts it only for storage is
+    product, `row` the contracted side, `vocab` the rows of a lookup table, `experts` the groups of a grouped product,
+    which are cut with their rows.  An axis that cuts it only for storage is
     written `shard(dim)@axis`.  `column (2 of 3)` has 3 heads that 2 ranks cannot share evenly: the first has 2.
     """
     analysis = analyse(joint)
@@ -30,7 +33,8 @@ def describe_params(joint: JointGraph, plan: Plan) -> dict[str, str]:
             if isinstance(placement, Replicate):
                 continue
             name = plan.mesh.names[axis]
-            word = describe_placement(placement) if batch_only[axis] else _role(analysis, node, placement)
+            wanted = ranked(analysis, plan.factors[axis])
+            word = describe_placement(placement) if batch_only[axis] else _role(analysis, node, placement, wanted)
             words.append(f"{word}{_dealt_out(analysis, node, placement, plan, axis)}@{name}")
         out[path] = ", ".join(words) or "replicate"
     return out
@@ -47,7 +51,7 @@ def _dealt_out(analysis: FactorAnalysis, node: fx.Node, placement: Placement, pl
     return ""
 
 
-def _role(analysis: FactorAnalysis, node: fx.Node, placement: Placement) -> str:
+def _role(analysis: FactorAnalysis, node: fx.Node, placement: Placement, wanted: Mapping[Factor, int]) -> str:
     """What the cut dim is to the op that the parameter feeds, seen through views."""
     if not is_sharded(placement):
         return describe_placement(placement)
@@ -68,6 +72,8 @@ def _role(analysis: FactorAnalysis, node: fx.Node, placement: Placement) -> str:
             }
             if names & set(rule.lookup):
                 return "vocab"
+            if names & {rows.groups for rows in rule.rows.values()} and any(factor in wanted for factor in factors):
+                return "experts"
             if user.target in _PRODUCTS and names:
                 in_output = any(n in group for n in names for group in rule.outputs[0])
                 return "column" if in_output else "row"

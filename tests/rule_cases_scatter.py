@@ -40,6 +40,8 @@ SCATTERS: list[Case] = [
     case(torch.ops.autopar.take_rows.default, f(30), orders(6, 5), 1),
     case(torch.ops.autopar.put_rows.default, f(48, 6), orders(12, 4), 2),
     case(torch.ops.autopar.put_rows.default, f(30, 2, 3), orders(6, 5), 1),
+    case(torch.ops.autopar.take_rows.default, f(24, 6), orders(12, 4), 2, block_ends(12, 1, 1, 2, 4)),
+    case(torch.ops.autopar.put_rows.default, f(48, 6), orders(12, 4), 1, block_ends(12, 1, 1, 2, 4)),
     case(torch.ops.autopar.group_ends.default, i(6, 5, below=4).make(torch.Generator()).sort(1)[0], 4),
     case(torch.ops.autopar.grouped_mm.default, f(12, 6), f(4, 6, 2), ends(3, 3, 7, 12)),
     case(torch.ops.autopar.grouped_mm.default, f(6, 2), f(3, 2, 6), ends(0, 6, 6)),

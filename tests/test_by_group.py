@@ -18,7 +18,7 @@ from programs import Subject, subject
 from test_mutants import collectives, drop, edited, is_told
 from test_parallelize import mine, whole
 from test_row_order import NUM_EXPERTS, Mixture, Sorts, mixture, tokens
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 import autopar
 from autopar.export_text import program_text
@@ -398,6 +398,7 @@ def test_auto_chooses_experts_where_they_cost_least() -> None:
     assert plan.report is not None
     assert plan.report.by_group == tuple(axes)
     assert f"Along {axes[0]} each rank has the rows of its own experts; time and memory are predicted" in str(plan)
+    assert f"experts@{axes[0]}" in str(plan)
     assert f"cut along {axes[0]}: experts" in str(replace(plan, report=None))
 
 
@@ -412,19 +413,23 @@ def test_the_exported_program_reads_as_it_runs(one: Subject) -> None:
 # ---- processes
 
 
-def trains_with_experts(sizes: tuple[int, ...], skewed: bool, label: str) -> list[str]:
-    """Three steps on this rank's rows and on one device beside it; returns what was warned of."""
+def skewed_mixture(skewed: bool) -> nn.Module:
+    """A mixture of DeepSeek's kind; if it is skewed, its first two experts get all rows."""
     model = mixture("DeepseekV3")
-    if skewed:  # the first two experts get all
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer[:2] = 100.0
+    for name, buffer in model.named_buffers():
+        if skewed and name.endswith("e_score_correction_bias"):
+            buffer[:2] = 100.0
+    return model
+
+
+def trains_with_experts(plan: Plan, skewed: bool) -> list[str]:
+    """Three steps on this rank's rows and on one device beside it; returns what was warned of."""
+    model = skewed_mixture(skewed)
     reference, ids, (rows,) = copy.deepcopy(model), tokens(), mine(tokens())
-    plan = expert_plan(subject(copy.deepcopy(model), input_ids=ids, labels=ids), sizes, label)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         batch = {"input_ids": rows, "labels": rows}
-        pm = autopar.parallelize(model, "x".join(map(str, sizes)), 1.0, strategy=plan, example_inputs=batch)
+        pm = autopar.parallelize(model, "x".join(map(str, plan.mesh.sizes)), 1.0, strategy=plan, example_inputs=batch)
         program = pm.compiled_steps[-1].program if pm.compiled_steps else None
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-2) for m in (pm, reference)]
         for _ in range(3):
@@ -441,10 +446,12 @@ def trains_with_experts(sizes: tuple[int, ...], skewed: bool, label: str) -> lis
     return [str(warning.message) for warning in said if "rows belong to groups" in str(warning.message)]
 
 
-@EITHER_WAY
-@pytest.mark.parametrize(("sizes", "skewed"), [((4,), False), ((2, 2), True)])
+@pytest.mark.parametrize(
+    ("sizes", "skewed", "label"), [((4,), False, EXPERTS), ((2, 2), True, EXPERTS), ((2, 2), True, SENT)]
+)
 def test_experts_train_on_processes(gloo4: RankPool, sizes: tuple[int, ...], skewed: bool, label: str) -> None:
-    said = gloo4.run(trains_with_experts, sizes, skewed, label)
+    plan = expert_plan(subject(skewed_mixture(skewed), input_ids=tokens(), labels=tokens()), sizes, label)
+    said = gloo4.run(trains_with_experts, plan, skewed, timeout_s=300.0)
     if skewed:  # the first rank of each pair has all rows of its pair, the second none
         assert [len(texts) for texts in said] == [1, 0, 1, 0], said
         assert "model.layers.1.mlp.experts: 48 rows belong to groups 0 to 3, which this rank holds" in said[0][0]
