@@ -42,7 +42,23 @@ def rows_of(analysis: FactorAnalysis, node: fx.Node, cut: Mapping[Factor, Factor
     return [(name, factor) for name, _, factor in analysis.parts(node) if factor in cut]
 
 
-def misplaced(
+def groups_to_keep_whole(
+    analysis: FactorAnalysis,
+    by_group: list[dict[Factor, Factor]],
+    inputs: Mapping[fx.Node, tuple[Sharding, ...]],
+    outputs: Mapping[fx.Node, tuple[Sharding, ...]],
+) -> set[tuple[int, Factor]]:
+    """Of the groups cut along each axis, those whose rows not all calls would have as they lie."""
+    nodes = [node for node in _misplaced(analysis, inputs, outputs) if node in analysis.rules]
+    return {
+        (axis, cut[rows])
+        for axis, cut in enumerate(by_group)
+        for node in nodes
+        for _, rows in rows_of(analysis, node, cut)
+    }
+
+
+def _misplaced(
     analysis: FactorAnalysis,
     inputs: Mapping[fx.Node, tuple[Sharding, ...]],
     outputs: Mapping[fx.Node, tuple[Sharding, ...]],

@@ -17,7 +17,7 @@ from autopar.errors import PlanError
 from autopar.factors import Factor, FactorAnalysis, expert_anchors, may_be_padded, ranked, source_of
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
 from autopar.mesh import Mesh
-from autopar.passes.by_group import misplaced, rows_by_group, rows_of
+from autopar.passes.by_group import groups_to_keep_whole, rows_by_group, rows_of
 from autopar.placement import ByGroup, Partial, Placement, Replicate, Sharding, is_sharded, replicated, shard
 from autopar.plan import SENT, Plan
 from autopar.rules import OpRule, is_look_or_cast
@@ -156,9 +156,13 @@ class _Ops:
 
     def run(self) -> OpShardings:
         self._decide()
-        while any(self.by_group) and (whole := self._groups_to_keep_whole()):
+        while any(self.by_group):
+            inputs, outputs = ({n: getattr(d, side) for n, d in self.nodes.items()} for side in ("inputs", "outputs"))
+            whole = groups_to_keep_whole(self.analysis, self.by_group, inputs, outputs)
+            if not whole:
+                break
             for axis, groups in whole:
-                self.wanted[axis].pop(groups)
+                del self.wanted[axis][groups]
                 self.by_group[axis] = {r: g for r, g in self.by_group[axis].items() if g is not groups}
             self._decide()
         return self.nodes
@@ -171,17 +175,6 @@ class _Ops:
                 decided = self.nodes[node] = self._call(node)
                 if any(UNREDUCED in sharding for sharding in decided.outputs):
                     self.unreduced.add(node)
-
-    def _groups_to_keep_whole(self) -> set[tuple[int, Factor]]:
-        """Of the groups cut along each axis, those whose rows not all ops would have as they lie."""
-        inputs, outputs = ({n: getattr(d, side) for n, d in self.nodes.items()} for side in ("inputs", "outputs"))
-        nodes = {node for node in misplaced(self.analysis, inputs, outputs) if node in self.analysis.rules}
-        return {
-            (axis, cut[rows])
-            for axis, cut in enumerate(self.by_group)
-            for node in nodes
-            for _, rows in rows_of(self.analysis, node, cut)
-        }
 
     def _call(self, node: fx.Node) -> NodeSharding:
         values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)

@@ -16,11 +16,13 @@ ours = torch.ops.autopar
 
 
 def watch_shares(graph: fx.Graph) -> None:
-    """Let a graph warn where a rank has more rows of its own groups than the plan was priced for."""
+    """Let a graph, which is about to be compiled, warn where a rank has more rows of its own groups than the plan was
+    priced for."""
     for op in (ours.own_order.default, ours.arrival_order.default):
         for node in graph.find_nodes(op="call_function", target=op):
             call = Call(node)
             said = (int(node.meta["val"].numel()), node.meta["module"], call["first"], call["num_groups"])
+            _TOLD.discard(node.meta["module"])
             node.target, node.args = order_watched, (op._schema.name.partition("::")[2], *said, *node.args)
 
 
