@@ -13,7 +13,7 @@ which are optimistic: what hides a collective is shared, and each region counts 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,7 +25,8 @@ AUTO = "auto"
 """Name of the search among strategies, and of its plans."""
 
 NUM_FASTEST, NUM_SMALLEST = 4, 2
-"""Layouts whose options are searched, by the time and by the memory of a first plan; the others have that plan only."""
+"""Layouts whose options are searched, by the time of a first plan and by the memory that they need at least; the others
+have that plan only."""
 
 NUM_REFINED = 2
 """Of the fastest, layouts for which modules inside of blocks get options of their own."""
@@ -58,12 +59,21 @@ class Search:
     @cached_property
     def _everything(self) -> list[Priced]:
         if not self._is_exhausted:
-            searched = self._worth_searching
+            searched = self._worth_searching if self._is_small else [*self._worth_searching, *self._most_frugal]
             self._run_proposals([(one, one.option_sets[0]) for one in searched])
             self._run_proposals([(one, options) for one in searched for options in one.option_sets[1:]])
             if self._is_small:
                 _polish(self._bases, POLISHED_NODES // self._effort)
+            else:
+                self._run_smaller()
         return self._simulated()
+
+    def _run_smaller(self) -> None:
+        """Simulate what a budget below the smallest plan's peak would have simulated, until no plan is smaller: what is
+        said to be the smallest budget that works is then the smallest that does."""
+        least, before = _smallest_peak(self._simulated()), math.inf
+        while least < before:
+            before, least = least, _smallest_peak(self.within(least - 1, ()))
 
     def _run_proposals(self, spaces: Iterable[tuple[LayoutSearch, tuple[Option, ...]]]) -> None:
         """Simulate what the solves with these options propose, unless a simulated plan is already as good."""
@@ -92,7 +102,14 @@ class Search:
             fitting = [*known, *(p for p in self._simulated() if p.simulation.memory.total <= budget)]
             return min((p.simulation.step_time_s for p in fitting), default=math.inf)
 
-        for one in self._worth_searching:
+        self._run_within(budget, self._worth_searching, fastest_s)
+        if fastest_s() == math.inf:
+            self._run_within(budget, self._most_frugal, fastest_s)
+        return self._simulated()
+
+    def _run_within(self, budget: int, searches: Iterable[LayoutSearch], fastest_s: Callable[[], float]) -> None:
+        """Simulate what the solves of some layouts propose that may fit, and be faster than `fastest_s` by then."""
+        for one in searches:
             if one.simulate(BASE).compute_s >= fastest_s() or one.bound_s() >= fastest_s():
                 continue
             for options in one.option_sets:
@@ -100,7 +117,6 @@ class Search:
                     if time_s >= fastest_s():
                         break
                     one.run(*chosen)
-        return self._simulated()
 
     @property
     def _effort(self) -> int:
@@ -146,13 +162,38 @@ class Search:
         """The layouts whose options are searched, the fastest first."""
         worth = self._bases if self._is_small else _unbeaten(self._bases)
         by_time = sorted(worth, key=lambda s: s.simulate(BASE).step_time_s)
-        by_memory = sorted(worth, key=lambda s: s.simulate(BASE).memory.total)
+        by_memory = sorted(
+            worth, key=lambda s: min(_first_bytes(s), _least_bytes(s)) if self._is_small else _first_bytes(s)
+        )
         for one in by_time[:NUM_REFINED]:
             one.is_refined = True
         return list(dict.fromkeys((*by_time[:NUM_FASTEST], *by_memory[:NUM_SMALLEST])))
 
+    @cached_property
+    def _most_frugal(self) -> list[LayoutSearch]:
+        """Of a large graph, layouts that need the least memory and are not worth searching as long as others fit."""
+        known = {one.layout for one in self._bases}
+        others = self._of(one for one in self._layouts if one not in known)
+        frugal = sorted((*self._bases, *others), key=_least_bytes)[:NUM_SMALLEST]
+        self._bases += [one for one in frugal if one.layout not in known]
+        return [one for one in frugal if one not in self._worth_searching]
+
     def _simulated(self) -> list[Priced]:
         return [p for one in self._bases for p in one.priced.values()]
+
+
+def _smallest_peak(priced: Iterable[Priced]) -> int:
+    return min(p.simulation.memory.total for p in priced)
+
+
+def _first_bytes(search: LayoutSearch) -> int:
+    """What the first plan of a layout needs."""
+    return search.simulate(BASE).memory.total
+
+
+def _least_bytes(search: LayoutSearch) -> int:
+    """What a layout needs if all is cut and computed again, which in a large model is nearly the least."""
+    return search.simulate(search.choosable[-1]).memory.total
 
 
 def _one_of_each_kind(layouts: Sequence[Layout]) -> list[Layout]:

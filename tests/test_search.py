@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar import search
 from autopar.cluster import Cluster
 from autopar.compiler import Compiler
 from autopar.cost_model.simulate import Simulation
 from autopar.errors import InfeasibleBudgetError, PlanError
 from autopar.graph import JointGraph
+from autopar.infeasible import feasible_gb
 from autopar.layout_search import OPTIONS, LayoutSearch
 from autopar.layouts import MODES, find_layouts, storages
 from autopar.mesh import parse_shape
@@ -197,6 +199,32 @@ def test_of_a_large_graph_a_budget_gets_the_best_of_the_pool_from_about_as_many_
         assert min(times) <= min(time_s for peak, time_s in pool if peak <= budget)
         assert min(times) <= previous_s
         previous_s = min(times)
+
+
+@pytest.mark.parametrize("cluster", ["4xA100-80GB", "4 cpu"])
+def test_of_a_large_graph_too_the_smallest_budget_is_the_smallest_that_works(
+    cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layouts that need the least are not among the fastest, and the pool leaves out what is nearly as good as
+    another plan."""
+    monkeypatch.setattr(search, "SMALL_NODES", 0)
+    with torch.device("meta"):
+        model = TinyGpt(vocab=2048, width=64, heads=4, layers=1, seq=16)
+        ids = torch.empty(16, 16, dtype=torch.long)
+    first, joint = planning(model, (ids, ids), cluster, "4")
+    first.mem_gb = 1e-3
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        first.plan(joint)
+    least = min(p.simulation.memory.total for p in first.candidates(joint))
+    assert feasible_gb(least) == caught.value.smallest_feasible_gb
+    for layout in find_layouts(joint, (4,), 4):
+        one = LayoutSearch(joint, layout, first._remembering(joint))
+        assert one.simulate(one.choosable[-1]).memory.total >= least
+    again, joint = planning(model, (ids, ids), cluster, "4")
+    with pytest.raises(InfeasibleBudgetError):
+        plan_under(again, joint, least - 1)
+    again, joint = planning(model, (ids, ids), cluster, "4")
+    assert plan_under(again, joint, least).peak_bytes == least
 
 
 # ------------------------------------------------------------------------------------- what is searched is right
