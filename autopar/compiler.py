@@ -324,6 +324,7 @@ class Compiler:
             cluster=str(self.cluster),
             precision=self.precision or "",
             accumulate=self.accumulate,
+            mesh_sizes=self.sizes,
         )
         cost, fingerprint = self.cost(seen.origin, seen.plan), seen.origin.fingerprint()
         return replace(seen.plan, graph_fingerprint=fingerprint, report=report, cost=cost)

@@ -43,7 +43,8 @@ class InfeasibleBudgetError(AutoparError, MemoryError):
     """No candidate fits the memory budget.
 
     Attributes:
-        smallest_feasible_gb: the smallest budget in GiB under which a candidate fits.
+        smallest_feasible_gb: the smallest budget in GiB under which a candidate fits, rounded up to the third digit
+            after the point.
     """
 
     def __init__(self, message: str, smallest_feasible_gb: float) -> None:

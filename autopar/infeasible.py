@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from autopar.cost_model.memory import fixed_reserve
 from autopar.cost_model.simulate import Simulation
 from autopar.errors import InfeasibleBudgetError
 from autopar.layout_search import Priced
@@ -43,12 +44,13 @@ def infeasible(
         total = p.simulation.memory.total
         peaks[p.plan.strategy] = min(total, peaks.get(p.plan.strategy, total))
     beyond = f", more than the {format_bytes(usable)} that the device has" if memory.total > usable else ""
+    reserve = min(fixed_reserve(p.simulation.memory) for p in priced)
     tried = ", ".join(f"{name} {format_bytes(total)}" for name, total in peaks.items())
     return InfeasibleBudgetError(
         f"no candidate fits {format_bytes(budget)} on one device; the smallest budget that works is mem_gb={gb:g} with "
         f"{smallest.plan.strategy} on {smallest.plan.mesh}{beyond}. Its peak, at {smallest.simulation.peak_at}: "
         f"{largest}; by module: {modules}. Smallest peaks: {tried}. "
-        f"What would help: {_help(memory, optimizer, reprice)}",
+        f"{_help(memory, budget, reserve, optimizer, reprice)}",
         gb,
     )
 
@@ -64,13 +66,19 @@ _PARTS = {
 
 
 def feasible_gb(num_bytes: int) -> float:
-    """A budget in GiB, to three digits after the point, that holds so many bytes."""
+    """A budget in GiB that holds so many bytes, rounded up to the third digit after the point."""
     return -(-num_bytes * 1000 // GIB) / 1000
 
 
-def _help(memory: MemoryParts, optimizer: str, reprice: Reprice) -> str:
+def _help(memory: MemoryParts, budget: int, reserve: int, optimizer: str, reprice: Reprice) -> str:
     """Means in words.  Other optimizers are simulated; rows and ranks are estimated: what a row brings is halved with
     the rows, and what rests cut is halved with twice the ranks."""
+    if budget <= reserve:
+        return (
+            f"The reserve alone, {format_bytes(reserve)} for the device's context and the collectives' buffers, leaves "
+            f"nothing of {format_bytes(budget)}, so that neither fewer rows nor more ranks nor another optimizer would "
+            "help: only a larger budget does"
+        )
     rows = memory.activations + memory.temporaries
     rests = memory.params + memory.grads + memory.optimizer
     words = [
@@ -81,7 +89,7 @@ def _help(memory: MemoryParts, optimizer: str, reprice: Reprice) -> str:
         peak = reprice(name).memory.total if name != optimizer else memory.total
         if peak < memory.total:
             words.append(f"optimizer={name!r} ({format_bytes(peak)})")
-    return "; ".join(words)
+    return f"What would help: {'; '.join(words)}"
 
 
 _LEANER = ("adamw_8bit", "adafactor", "sgd")

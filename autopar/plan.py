@@ -265,3 +265,6 @@ class PlanReport:
     """What the model computes in, if that was asked for; empty if it computes as its tensors' dtypes give."""
     accumulate: int = 1
     """Micro-steps to one step of the optimizer: times and bytes are of all of them together, but those of `rows`."""
+    mesh_sizes: tuple[int, ...] = ()
+    """Shape of the mesh that was asked for, or follows from the cluster; the plan's may be another over the same ranks.
+    Empty if it is not known."""

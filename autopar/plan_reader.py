@@ -278,6 +278,7 @@ _RECORDS: dict[Any, dict[str, Reader[Any]]] = {
         "candidates": _tuple_of(_record_of(Candidate)), "collective_bytes": _mapping_of(_count),
         "num_searched": _count, "bound_s": _seconds, "replicated_ops": _mapping_of(_count),
         "by_group": _tuple_of(_name), "precision": _precision, "accumulate": _count,
+        "mesh_sizes": _tuple_of(_count),
     },
 }  # fmt: skip
 """How each field of a record is read; a record's keys are exactly these."""

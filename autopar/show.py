@@ -210,6 +210,11 @@ def _header(plan: Plan) -> str:
     report = plan.report
     if report is None:
         return f"{lines[0]}, not priced"
+    if report.mesh_sizes and report.mesh_sizes != plan.mesh.sizes:
+        most = ", since plans have one or two axes" if len(report.mesh_sizes) > 2 else ""
+        lines.append(
+            f"mesh {'×'.join(map(str, report.mesh_sizes))} is taken as {plan.mesh}{most}: the same ranks in their order"
+        )
     budget = "none" if report.budget_bytes is None else f"{format_bytes(report.budget_bytes)} per device"
     precision = f", precision {report.precision}" if report.precision else ""
     micro_steps = f" of {report.accumulate} micro-steps" if report.accumulate > 1 else ""

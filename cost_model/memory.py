@@ -194,6 +194,11 @@ def _reserve(program: LocalProgram, cluster: Cluster) -> tuple[int, float]:
     return CONTEXT_BYTES + NCCL_BYTES * num_communicators, FRAGMENTATION_SHARE
 
 
+def fixed_reserve(memory: MemoryParts) -> int:
+    """The bytes of a reserve that are there whatever a program allocates."""
+    return max(0, memory.reserve - int(FRAGMENTATION_SHARE * (memory.activations + memory.temporaries)))
+
+
 def _trained(program: LocalProgram) -> dict[str, torch.Tensor]:
     """Parameters that get a gradient, in the order in which an optimizer steps them."""
     if program.backward is None:

@@ -142,6 +142,14 @@ def test_wrong_arguments_are_refused() -> None:
             autopar.pareto(model, "4 cpu", example_inputs=ONE_RANK, budgets=budgets)  # type: ignore[arg-type]
 
 
+def test_a_mesh_of_three_axes_is_said_to_be_taken_as_fewer() -> None:
+    inputs = on_meta((1, 8), (1, 8))
+    plan = autopar.plan(meta_gpt(), "8 cpu", example_inputs=inputs, mesh="2x2x2", strategy="zero3")
+    assert plan.report is not None
+    assert plan.report.mesh_sizes == (2, 2, 2)
+    assert str(plan).splitlines()[1].startswith("mesh 2×2×2 is taken as dp=8, since plans have one or two axes")
+
+
 def test_an_infeasible_budget_names_one_that_works() -> None:
     with pytest.raises(autopar.InfeasibleBudgetError) as caught:
         autopar.plan(meta_gpt(), "4 cpu", 1e-5, example_inputs=ONE_RANK, strategy="zero3")

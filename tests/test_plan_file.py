@@ -51,6 +51,7 @@ REPORT = PlanReport(
     collective_bytes=Counter({"all_reduce@tp": 3, "all_gather@dp": 2**50}),
     replicated_ops={"my_lib::op": 3},
     by_group=("tp",),
+    mesh_sizes=(2, 2, 2),
 )
 PLAN = Plan(
     "fsdp+tp",

@@ -336,6 +336,19 @@ def test_the_error_says_what_fills_the_memory_and_what_would_help_with_numbers()
         assert re.search(pattern, text), (pattern, text)
 
 
+def test_where_the_reserve_alone_is_over_the_budget_the_error_says_that_nothing_else_helps() -> None:
+    compiler, joint = gpt("2x2 H100-80GB")
+    compiler.mem_gb = 1.5
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        compiler.plan(joint)
+    wanted = r"The reserve alone, 1\.5 GiB for .*, leaves nothing of 1\.5 GiB, so that .*: only a larger budget does"
+    assert re.search(wanted, str(caught.value))
+    assert "What would help" not in str(caught.value)
+    compiler.mem_gb = 1.501
+    with pytest.raises(InfeasibleBudgetError, match="What would help: half the rows"):
+        compiler.plan(joint)
+
+
 def test_blocks_that_are_alike_differ_where_the_budget_is_tight() -> None:
     compiler, joint = gpt("4 cpu", layers=3)
     kinds = set()

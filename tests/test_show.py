@@ -219,6 +219,23 @@ def test_priced_plan_as_text() -> None:
     assert render_plan(replace(PLAN, report=report())) == PRICED
 
 
+@pytest.mark.parametrize(
+    ("sizes", "line"),
+    [
+        ((2, 4), None),
+        ((8,), "mesh 8 is taken as dp=2×tp=4: the same ranks in their order"),
+        (
+            (2, 2, 2),
+            "mesh 2×2×2 is taken as dp=2×tp=4, since plans have one or two axes: the same ranks in their order",
+        ),
+    ],
+)
+def test_a_mesh_other_than_the_one_asked_for_is_said(sizes: tuple[int, ...], line: str | None) -> None:
+    text = render_plan(replace(PLAN, report=replace(report(), mesh_sizes=sizes)))
+    first, rest = PRICED.split("\n", 1)
+    assert text == "\n".join([first, *([line] if line else []), rest])
+
+
 def test_plan_without_a_report_as_text() -> None:
     assert render_plan(PLAN) == UNPRICED
 
