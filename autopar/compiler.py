@@ -341,7 +341,9 @@ class Compiler:
         """That nothing fits: `seen` is the smallest of the simulated plans."""
         name, copies = find_optimizer(self.optimizer).name, Copies.of(seen.priced.standing)
         usable = self.cluster.device.memory_bytes
-        return infeasible(priced, budget, usable, name, lambda other: self._run(seen.program, other, copies))
+        return infeasible(
+            seen.priced, priced, budget, usable, name, lambda other: self._run(seen.program, other, copies)
+        )
 
     def _warn_checkpointing(self) -> None:
         """Hugging Face models say under one of two names that they do; the older one warns where there is the newer."""

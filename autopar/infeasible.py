@@ -18,18 +18,18 @@ Reprice = Callable[[str], Simulation]
 
 
 def infeasible(
-    priced: Sequence[Priced], budget: int, usable: int, optimizer: str, reprice: Reprice
+    smallest: Priced, priced: Sequence[Priced], budget: int, usable: int, optimizer: str, reprice: Reprice
 ) -> InfeasibleBudgetError:
     """The error for a budget under which none of the simulated plans fits.
 
     Args:
+        smallest: the plan that needs least.  Of a folded graph, others may seem to need less that were not looked at.
         priced: every plan that was simulated.
         budget: bytes on one device.
         usable: bytes that the device has.
         optimizer: name of the one that was asked for.
-        reprice: simulates the plan with the smallest peak with another optimizer.
+        reprice: simulates the smallest plan with another optimizer.
     """
-    smallest = min(priced, key=lambda p: p.simulation.memory.total)
     memory = smallest.simulation.memory
     gb = feasible_gb(memory.total)
     parts = sorted(_PARTS.items(), key=lambda item: -int(getattr(memory, item[0])))
@@ -43,6 +43,7 @@ def infeasible(
     for p in priced:
         total = p.simulation.memory.total
         peaks[p.plan.strategy] = min(total, peaks.get(p.plan.strategy, total))
+    peaks[smallest.plan.strategy] = memory.total
     beyond = f", more than the {format_bytes(usable)} that the device has" if memory.total > usable else ""
     reserve = min(fixed_reserve(p.simulation.memory) for p in priced)
     tried = ", ".join(f"{name} {format_bytes(total)}" for name, total in peaks.items())

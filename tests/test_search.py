@@ -22,7 +22,7 @@ from autopar.compiler import Compiler
 from autopar.cost_model.simulate import Simulation
 from autopar.errors import InfeasibleBudgetError, PlanError
 from autopar.graph import JointGraph
-from autopar.infeasible import feasible_gb
+from autopar.infeasible import feasible_gb, infeasible
 from autopar.layout_search import OPTIONS, LayoutSearch
 from autopar.layouts import MODES, find_layouts, storages
 from autopar.mesh import parse_shape
@@ -334,6 +334,16 @@ def test_the_error_says_what_fills_the_memory_and_what_would_help_with_numbers()
         rf"optimizer='sgd' \({size}\)",
     ):
         assert re.search(pattern, text), (pattern, text)
+
+
+def test_the_budget_that_the_error_names_is_of_the_plan_that_was_looked_at() -> None:
+    """Of a folded graph, others may seem to need less, by a price that is off by a percent."""
+    compiler, joint = gpt("4 cpu")
+    priced = compiler._named(joint, compiler._remembering(joint))
+    seen = max(priced, key=lambda p: p.simulation.memory.total)
+    error = infeasible(seen, priced, 1, GIB, "adamw", lambda _: seen.simulation)
+    assert error.smallest_feasible_gb == feasible_gb(seen.simulation.memory.total)
+    assert f" with {seen.plan.strategy} on {seen.plan.mesh}" in str(error)
 
 
 def test_where_the_reserve_alone_is_over_the_budget_the_error_says_that_nothing_else_helps() -> None:
