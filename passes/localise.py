@@ -19,7 +19,7 @@ from autopar.passes.localise_indices import Emitter, localise_groups, localise_l
 from autopar.passes.localise_padding import pad_operands
 from autopar.passes.reshard import is_reshard
 from autopar.placement import ByGroup, cuts, local_shape, meta_value
-from autopar.rules import Call
+from autopar.rules import Call, OpRule
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ def localise(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
     ranks = _rank_placeholders(module.graph, mesh)
     by_group = OwnRows(module.graph, ranks, mesh)
     for node in list(module.graph.nodes):
-        if node.op not in ("placeholder", "call_function", "get_attr") or node in ranks.values():
+        if node.op == "output" or node.meta["sharding"] is None:  # where this rank is
             continue
         value = node.meta["val"]
         node.meta["global_shape"] = tuple(value.shape) if isinstance(value, torch.Tensor) else None
@@ -51,14 +51,20 @@ def localise(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
             if node.target is torch.ops.autopar.uniform.default:
                 _localise_random(node, ranks, mesh)
             rule = node.meta["rule"]
-            looked_up = [(a, c) for a, c in enumerate(node.meta["cuts"]) if rule and c and c.factor in rule.lookup]
-            if looked_up:
-                assert rule is not None
-                localise_lookup(module.graph, node, rule.lookup[looked_up[0][1].factor], looked_up, ranks, mesh)
-            grouped = [axis for axis, c in enumerate(node.meta["cuts"]) if rule and c and c.factor in rule.groups]
-            if grouped:
-                localise_groups(module.graph, node, grouped, ranks, mesh)
+            if rule is not None and (rule.lookup or rule.groups):
+                _localise_indices(module.graph, node, rule, ranks, mesh)
     return module
+
+
+def _localise_indices(graph: fx.Graph, node: fx.Node, rule: OpRule, ranks: dict[str, fx.Node], mesh: Mesh) -> None:
+    """Let what points at rows or counts groups of the whole point at and count those of this rank."""
+    along = [(axis, cut) for axis, cut in enumerate(node.meta["cuts"]) if cut is not None]
+    looked_up = [(axis, cut) for axis, cut in along if cut.factor in rule.lookup]
+    if looked_up:
+        localise_lookup(graph, node, rule.lookup[looked_up[0][1].factor], looked_up, ranks, mesh)
+    grouped = [axis for axis, cut in along if cut.factor in rule.groups]
+    if grouped:
+        localise_groups(graph, node, grouped, ranks, mesh)
 
 
 def _rank_placeholders(graph: fx.Graph, mesh: Mesh) -> dict[str, fx.Node]:
