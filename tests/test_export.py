@@ -349,8 +349,9 @@ def test_the_text_of_a_matmul() -> None:
     start = lines.index("# --- blocks.0.up")
     transposed = "t = aten.t.default(param_blocks_0_up_weight) # blocks.0.up · f64[6, 2] ← [6, 8] · shard(1)@tp"
     assert lines[start + 1] == transposed
-    moved = r'\w+ = c10d\.all_reduce\.default\(\w+, "sum", groups\["tp"\]\) # blocks\.0\.down · f64\[8, 6\] · '
-    assert any(re.fullmatch(moved + "all_reduce along tp over 4 ranks, 384 bytes", line) for line in lines)
+    moved = r'\w+ = c10d\.reduce_scatter_tensor\.default\(\w+, "sum", 4, groups\["tp"\]\) # blocks\.0\.down '
+    moved += r"· f64\[2, 6\] · reduce_scatter along tp over 4 ranks, 384 bytes"
+    assert any(re.fullmatch(moved, line) for line in lines)
     assert any(re.fullmatch(r"\w+, # output · loss · f64\[\] ← \[\] · replicate", line) for line in lines)
     value = 'Value("param", "blocks.0.up.weight", torch.float64, (2, 6), (8, 6), {"tp": 0}, "shard(0)@tp"),'
     assert value in text
