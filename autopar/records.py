@@ -155,7 +155,6 @@ class KnownResults:
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode, self._fake = mode, FakeMaker(mode)
         self._found: dict[int, Any] = {}
-        self._values: dict[int, Any] = {}
 
     def result(self, op: int) -> Any:
         """New tensors like those that an op gave; None if that is not known."""
@@ -166,11 +165,8 @@ class KnownResults:
 
     def value(self, op: int, result: Any) -> Any:
         """What `result` of an op is like, in fake tensors that have no part in autograd's graph."""
-        if op not in self._found:
-            return tree_map_only(FakeTensor, self.like, result)
-        if op not in self._values:
-            self._values[op] = self.result(op)
-        return self._values[op]
+        # Each is an object of its own: who traces a part of a graph tells its operands apart by their identity.
+        return self.result(op) if op in self._found else tree_map_only(FakeTensor, self.like, result)
 
     def like(self, tensor: FakeTensor) -> FakeTensor:
         """A tensor of the size, strides, dtype and device of another."""

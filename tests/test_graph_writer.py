@@ -159,7 +159,7 @@ WRITTEN: dict[str, Callable[[Tensor], Any]] = {
     "without_gradient": lambda x: (x.sum(), x.detach() * 2),
     "no_tangent": lambda x: x.detach() + 1,
     "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.long), ignore_index=2),
-    "binary": lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x)),
+    "binary": lambda x: F.binary_cross_entropy(x.sigmoid(), x.detach().sigmoid()),
 }
 
 
