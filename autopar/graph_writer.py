@@ -211,17 +211,26 @@ class GraphWriter:
         if roots and trained:
             tangents = self._tangents([t for _, t in roots])
             self.inputs += tuple(GraphInput(InputKind.TANGENT, spec.path) for spec, _ in roots)
-            self._is_backward = True
-            for node in autograd_nodes([t.grad_fn for _, t in roots]):
-                node.register_hook(self._finish_node)
-            with torch.autograd.set_multithreading_enabled(False):  # the modes that are active are this thread's
-                given = torch.autograd.grad([t for _, t in roots], [t for _, t in trained], tangents, allow_unused=True)
+            given = self._backward([t for _, t in roots], [t for _, t in trained], tangents)
             for (spec, _), gradient in zip(trained, given, strict=True):
                 node = None if gradient is None else self._written(gradient)
                 results.append((GraphOutput(OutputKind.GRADIENT, spec.path), node))
         self.outputs = tuple(spec for spec, _ in results)
         self._graph.output(tuple(node for _, node in results))
         self.module = LazyGraphModule(self._constants, self._graph)
+
+    def _backward(
+        self, roots: Sequence[torch.Tensor], trained: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of what is trained, each op on the way written."""
+        self._is_backward = True
+        hooks = [n.register_hook(self._finish_node) for n in autograd_nodes([root.grad_fn for root in roots])]
+        try:
+            with torch.autograd.set_multithreading_enabled(False):  # the modes that are active are this thread's
+                return torch.autograd.grad(roots, trained, tangents, allow_unused=True)
+        finally:
+            for hook in hooks:  # else the nodes and this keep each other alive, unseen by Python's collector
+                hook.remove()
 
     def _finish_node(self, *_gradients: object) -> None:
         """A node of autograd's graph has run: while it is still the current one, gradients that meet are summed."""

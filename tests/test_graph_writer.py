@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -191,3 +193,18 @@ def test_batch_statistics_are_left_to_aot(counts: bool) -> None:
     call = (torch.randn(4, 3, 8, 8),) if counts else (torch.randn(4, 6),)
     with by_writer(), pytest.raises(TraceError, match="the graph was not written"):
         trace(model, call, {})
+
+
+def test_nothing_is_kept_of_what_was_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    writers: list[Any] = []
+    start = GraphWriter.__init__
+
+    def noted(self: GraphWriter, *args: Any) -> None:
+        writers.append(weakref.ref(self))
+        start(self, *args)
+
+    monkeypatch.setattr(GraphWriter, "__init__", noted)
+    trace(Apply(WRITTEN["views_written"]), (torch.randn(4, 6),), {})
+    gc.collect()
+    assert len(writers) == 1
+    assert writers[0]() is None
