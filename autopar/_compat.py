@@ -396,10 +396,10 @@ def capture_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...], mode: Fak
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # takes seconds to import
 
     with (
-        contextlib.ExitStack() as stack,
         as_captured(mode),
         fx.traceback.preserve_node_meta(),
         _use_lazy_graph_module(True),  # graphs on the way are never run
+        contextlib.ExitStack() as stack,  # left first: it puts back what it found, which is `as_captured`'s
     ):
         joint = aot_export_joint_with_descriptors(stack, module, inputs, {}, ignore_shape_env=True)
         return joint.graph_module

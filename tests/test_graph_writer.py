@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -208,3 +208,16 @@ def test_nothing_is_kept_of_what_was_traced(monkeypatch: pytest.MonkeyPatch) -> 
     gc.collect()
     assert len(writers) == 1
     assert writers[0]() is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_mode_of_tracing_stays(fails: bool) -> None:
+    """After a trace, also one that fails, saved tensors have their hooks and views their usual gradients."""
+    with by_aot(), pytest.raises(TraceError) if fails else nullcontext():
+        trace(Apply(lambda x: x[0] if fails and x.sum() > 0 else x), (torch.randn(4, 6),), {})
+    packed: list[Tensor] = []
+    x = torch.randn(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        x.exp()
+    assert len(packed) == 1
+    assert not torch._C._is_view_replay_enabled()

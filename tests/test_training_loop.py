@@ -48,7 +48,7 @@ def ragged() -> None:
         pm(ids, targets.int() if dist.get_rank() else targets)
     with pytest.raises(autopar.TraceError, match=r"module tokens, .*tiny_models\.py.*indices"):
         pm(ids.double(), targets)
-    with pytest.raises(autopar.TraceError, match="unexpected keyword argument 'labels'"):
+    with pytest.raises(autopar.InputError, match="unexpected keyword argument 'labels'"):
         pm(ids, labels=targets)
     ids, targets = token_batch(4)
     close(pm(*mine(ids, targets))["loss"], reference(ids, targets)["loss"])  # none of these did harm
