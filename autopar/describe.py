@@ -26,6 +26,7 @@ def describe_params(joint: JointGraph, plan: Plan) -> dict[str, str]:
     """
     analysis = analyse(joint)
     batch_only = [all(ref.label == "batch" for ref in refs) for refs in plan.factors]
+    wanted = [ranked(analysis, refs) for refs in plan.factors]
     out = {}
     for path, node in joint.param_nodes().items():
         words = []
@@ -33,8 +34,8 @@ def describe_params(joint: JointGraph, plan: Plan) -> dict[str, str]:
             if isinstance(placement, Replicate):
                 continue
             name = plan.mesh.names[axis]
-            wanted = ranked(analysis, plan.factors[axis])
-            word = describe_placement(placement) if batch_only[axis] else _role(analysis, node, placement, wanted)
+            used = not batch_only[axis]
+            word = _role(analysis, node, placement, wanted[axis]) if used else describe_placement(placement)
             words.append(f"{word}{_dealt_out(analysis, node, placement, plan, axis)}@{name}")
         out[path] = ", ".join(words) or "replicate"
     return out
