@@ -112,9 +112,7 @@ def own_order(order: Tensor, ends: Tensor, first: int, num_groups: int) -> Tenso
     starts, counts = _spans(ends, first, num_groups)
     num_blocks, length = order.shape
     offsets = torch.arange(num_blocks, device=order.device).unsqueeze(1) * length
-    begins, counts = (starts + offsets).T.flatten(), counts.T.flatten()
-    spans = torch.repeat_interleave(begins - (counts.cumsum(0) - counts), counts)
-    places = spans + torch.arange(len(spans), device=order.device)
+    places = _places((starts + offsets).T.flatten(), counts.T.flatten())
     return (order + offsets).flatten()[places].unsqueeze(0)
 
 
@@ -139,9 +137,7 @@ def arrival_order(ends: Tensor, first: int, num_groups: int, num_ranks: int) -> 
     _, counts = _spans(ends, first, num_groups)
     sent = counts.view(num_ranks, -1, num_groups).transpose(1, 2)
     begins = (sent.flatten().cumsum(0) - sent.flatten()).view_as(sent).transpose(0, 1).flatten()
-    counts = sent.transpose(0, 1).flatten()
-    spans = torch.repeat_interleave(begins - (counts.cumsum(0) - counts), counts)
-    return (spans + torch.arange(len(spans), device=ends.device)).unsqueeze(0)
+    return _places(begins, sent.transpose(0, 1).flatten()).unsqueeze(0)
 
 
 @arrival_order.register_fake
@@ -175,6 +171,12 @@ def own_ends(ends: Tensor, first: int, num_groups: int) -> Tensor:
 @own_ends.register_fake
 def _(ends: Tensor, first: int, num_groups: int) -> Tensor:
     return ends.new_empty((1, num_groups), dtype=torch.int32)
+
+
+def _places(begins: Tensor, counts: Tensor) -> Tensor:
+    """The consecutive places of several spans, one span after another."""
+    shifts = torch.repeat_interleave(begins - (counts.cumsum(0) - counts), counts)
+    return shifts + torch.arange(len(shifts), device=shifts.device)
 
 
 def _spans(ends: Tensor, first: int, num_groups: int) -> tuple[Tensor, Tensor]:
