@@ -14,8 +14,8 @@ from autopar.ctc import LengthsAsTensors
 from autopar.errors import InputError
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
 from autopar.model_state import ModelState
-from autopar.precision import InputCast, WideLosses, at_least_float32
-from autopar.signature import CallSignature, OutputTree, check_call, flatten_output
+from autopar.precision import WideLosses, at_least_float32
+from autopar.signature import CallSignature, OutputTree, flatten_output
 
 
 class FlatModule(nn.Module):
@@ -29,8 +29,6 @@ class FlatModule(nn.Module):
         self, model: nn.Module, state: ModelState, signature: CallSignature, used: Mapping[int, torch.dtype]
     ) -> None:
         super().__init__()
-        if all(isinstance(hook, InputCast) for hook in model._forward_pre_hooks.values()):  # others may change the call
-            check_call(model, signature)
         # Not a submodule, so that AOTAutograd does not lift the parameters itself.
         self.call = model.__call__
         self.averaging = [module for module in model.modules() if averages_batches(module)]

@@ -31,6 +31,7 @@ from autopar.signature import (
     CallSignature,
     OutputTree,
     call_signature,
+    check_call,
     find_batch_dims,
     flatten_inputs,
 )
@@ -87,6 +88,8 @@ def trace(
     signature, tensors = call_signature(args, kwargs)
     dims = find_batch_dims(args, kwargs, batch_dims)
     _refuse_scripted(model)
+    if not model._forward_pre_hooks:  # which may change the call
+        check_call(model, signature)
     if train:
         _refuse_input_gradients(signature, tensors)
     shapes = [_global_shape(t, dims.get(path), num_ranks) for path, t in zip(signature.paths, tensors, strict=True)]
