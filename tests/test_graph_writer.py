@@ -220,4 +220,8 @@ def test_no_mode_of_tracing_stays(fails: bool) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         x.exp()
     assert len(packed) == 1
-    assert not torch._C._is_view_replay_enabled()
+    base = torch.randn(3, 4, requires_grad=True).clone()
+    view = base.t()
+    base.mul_(2)
+    assert view.grad_fn is not None
+    assert view.grad_fn.name() == "AsStridedBackward0"  # "TBackward0" where views are replayed
