@@ -68,12 +68,10 @@ class Copies:
         return 1 if unit is None else self.counts[unit]
 
     def shares(self, program: LocalProgram) -> Shares:
-        """For collectives over buffers in which several units have a part, and those buffers: whose part is how much.
+        """For collectives over buffers in which several modules have a part, and those buffers: whose part is how much.
 
         In the whole program there are as many more such buffers as there are parts.
         """
-        if not self.units:
-            return {}
         owners = {node.name: owner_of(spec.path) for spec, node in placeholders(program.forward)}
         found: dict[fx.Node, dict[str, float]] = {}
         for node in (n for graph in program.graphs for n, _ in collective_nodes(graph.module.graph)):
@@ -96,7 +94,7 @@ class Copies:
 
 
 Shares = Mapping[fx.Node, Mapping[str, float]]
-"""For collectives, and buffers, in which several units have a part: each module's share, which sum to 1."""
+"""For collectives, and buffers, in which several modules have a part: each one's share, which sum to 1."""
 
 
 def _owner(node: fx.Node, owners: Mapping[str, str]) -> str:

@@ -121,12 +121,19 @@ class Liveness:
             live[kind] = np.cumsum(changes)[:num_steps]
         return live
 
-    def live_at(self, step: int) -> Counter[tuple[str, str]]:
-        """Bytes alive in one step, by module and kind."""
+    def live_at(self, step: int, owners: Mapping[str, Mapping[str, float]]) -> Counter[tuple[str, str]]:
+        """Bytes alive in one step, by module and kind; a block that is made in a step of `owners` is theirs, by shares
+        that sum to 1."""
         live: Counter[tuple[str, str]] = Counter()
         for block in self.blocks:
-            if block.born <= step <= block.last:
-                live[block.module, block.kind] += block.num_bytes
+            if not block.born <= step <= block.last:
+                continue
+            left = block.num_bytes
+            for module, share in owners.get(self.steps[block.born], {}).items():
+                live[module, block.kind] += (part := min(left, round(block.num_bytes * share)))
+                left -= part
+            if left:
+                live[block.module, block.kind] += left
         return live
 
     def _run_forward(self, graph: LocalGraph, held: list[Blocks]) -> dict[str, Blocks]:

@@ -149,8 +149,10 @@ def memory_profile(
         liveness.follow_another()
     if trained := _trained(program):
         _add_optimizer(liveness, trained, find_optimizer(optimizer), copies)
+    shares = copies.shares(program) if shares is None else shares
     if copies.units:
-        repeat_units(liveness, program, copies, copies.shares(program) if shares is None else shares)
+        repeat_units(liveness, program, copies, shares)
+    owners = _owners(program, copies, shares)
     fixed, share = _reserve(program, cluster)
     live = liveness.live_bytes()
     reserves = fixed + (share * (live[ACTIVATION] + live[TEMPORARY])).astype(np.int64)
@@ -161,12 +163,25 @@ def memory_profile(
         MemoryParts(**{kind: int(sizes[peak]) for kind, sizes in live.items()}, reserve=int(reserves[peak])),
         liveness.steps[peak],
         tuple(zip(liveness.steps, totals.tolist(), strict=True)),
-        *(_by_module(liveness, step, int(reserves[step])) for step in (peak, end, last)),
+        *(_by_module(liveness, step, int(reserves[step]), owners) for step in (peak, end, last)),
     )
 
 
-def _by_module(liveness: Liveness, step: int, reserve: int) -> tuple[LiveBytes, ...]:
-    live = [LiveBytes(module, kind, size) for (module, kind), size in liveness.live_at(step).items()]
+def _owners(program: LocalProgram, copies: Copies, shares: Shares) -> dict[str, dict[str, float]]:
+    """By the step in which it is made, whose part of a buffer is how much; for those in which several modules have one."""
+    graphs = zip(("forward", "backward"), program.graphs, strict=False)
+    return {
+        f"{name}:{node.name}": {m: share * copies.number(m) / copies.weight(parts) for m, share in parts.items()}
+        for name, graph in graphs
+        for node in graph.module.graph.nodes
+        if (parts := shares.get(node))
+    }
+
+
+def _by_module(
+    liveness: Liveness, step: int, reserve: int, owners: Mapping[str, Mapping[str, float]]
+) -> tuple[LiveBytes, ...]:
+    live = [LiveBytes(module, kind, size) for (module, kind), size in liveness.live_at(step, owners).items()]
     live.append(LiveBytes("", "reserve", reserve))
     return tuple(sorted((one for one in live if one.num_bytes), key=lambda one: (-one.num_bytes, one.module, one.kind)))
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.cluster import Cluster, Device, Link
+from autopar.compiler import Compiler
 from autopar.cost_model.collectives import collective_time, num_hops, wire_bytes
 from autopar.cost_model.memory import CONTEXT_BYTES, NCCL_BYTES, LiveBytes, at_rest, memory_profile
 from autopar.cost_model.ops import aliased_input, count_flops, is_free, node_bytes, node_flops, op_time
@@ -20,11 +21,24 @@ from autopar.devices import GIB
 from autopar.errors import InputError, MeshError
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
 from autopar.mesh import Mesh
+from autopar.passes.pipeline import rewrite
+from autopar.planner import plan_named
 from autopar.program import COLLECTIVE_KINDS, LocalGraph, LocalProgram
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 OPS = {kind: op for op, kind in COLLECTIVE_KINDS.items()}
+
+
+class MeanSquare(nn.Module):
+    """Two products of which the second has three times the parameters, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 192, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
 
 
 class Builder:
@@ -343,6 +357,22 @@ def test_what_is_live_at_the_peak_by_module() -> None:
         LiveBytes("", "activations", 48),  # x
     )
     assert sum(one.num_bytes for one in live) == profile.peak.total
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_bucket_is_of_those_whose_tensors_are_in_it(strategy: str) -> None:
+    """What is waited for and the gradients that it holds, by bytes; nothing of it is the model's own."""
+    compiler = Compiler(MeanSquare(), (2,), Cluster.parse("2x1 cpu @ 100mbit"))
+    joint = compiler.trace((torch.empty(8, 64),), {}, train=True, local=False)
+    simulation = simulate(rewrite(joint, plan_named(strategy, joint, (2,), 1)), compiler.cluster)
+    waited = {module: spent.exposed_s for module, spent in simulation.by_module.items() if spent.exposed_s}
+    reduced = "all_reduce@dp" if strategy == "ddp" else "reduce_scatter@dp"
+    first, last = waited["layers.0"][reduced], waited["layers.2"][reduced]
+    assert first == pytest.approx(last / 3)
+    assert sum(sum(kinds.values()) for kinds in waited.values()) == pytest.approx(simulation.exposed_s)
+    grads = {one.module: one.num_bytes for one in simulation.live_at_end if one.kind == "grads"}
+    assert grads.keys() == {"layers.0", "layers.2"}
+    assert grads["layers.2"] == 3 * grads["layers.0"]
 
 
 def test_constants_of_a_graph_are_always_there() -> None:

@@ -23,7 +23,7 @@ from autopar.cost_model.simulate import Simulation
 from autopar.errors import InfeasibleBudgetError, PlanError
 from autopar.graph import JointGraph
 from autopar.infeasible import feasible_gb, infeasible
-from autopar.layout_search import OPTIONS, LayoutSearch
+from autopar.layout_search import OPTIONS, SLACK, LayoutSearch
 from autopar.layouts import MODES, find_layouts, storages
 from autopar.mesh import parse_shape
 from autopar.passes import coalesce
@@ -225,6 +225,20 @@ def test_of_a_large_graph_too_the_smallest_budget_is_the_smallest_that_works(
         plan_under(again, joint, least - 1)
     again, joint = planning(model, (ids, ids), cluster, "4")
     assert plan_under(again, joint, least).peak_bytes == least
+
+
+def test_over_a_slow_link_buckets_of_several_blocks_do_not_hide_what_a_block_sends() -> None:
+    """All parameters fit one bucket; to gather them beside reducing the gradients is twice the bytes of reducing only."""
+    with torch.device("meta"):
+        model = TinyGpt(vocab=512, width=128, heads=4, layers=4, seq=128)
+        ids = torch.empty(16, 128, dtype=torch.long)
+    compiler, joint = planning(model, (ids, ids), "2x1 cpu @ 100mbit", "2")
+    ddp = plan_named("ddp", joint, (2,), 1)
+    without = compiler.simulation(joint, ddp)
+    least = compiler.simulation(joint, replace(ddp, recompute=dict.fromkeys(find_regions(joint), "selective")))
+    budget = (without.memory.total + least.memory.total) // 2
+    assert least.memory.total < budget < without.memory.total
+    assert plan_under(compiler, joint, budget).step_time_s <= least.step_time_s * (1 + SLACK)
 
 
 # ------------------------------------------------------------------------------------- what is searched is right
