@@ -7,11 +7,13 @@ dtype, and so can be verified in float64.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from autopar.rules import Call, OpRule, RowsOfGroups, build, derives
 
@@ -72,6 +74,12 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     rows = a.shape[:1] if b.dim() == 3 else (ends.shape[-1], a.shape[0])
     return a.new_empty((*rows, b.shape[-1]))
+
+
+@register_flop_formula(torch.ops.autopar.grouped_mm)
+def _flops(a: tuple[int, ...], b: tuple[int, ...], ends: tuple[int, ...], **_: object) -> int:
+    """As if every row were in a group.  Ops that count FLOPs are worth keeping when a region is computed again."""
+    return 2 * math.prod(a) * b[-1]
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:

@@ -168,7 +168,7 @@ def memory_profile(
 
 
 def _owners(program: LocalProgram, copies: Copies, shares: Shares) -> dict[str, dict[str, float]]:
-    """By the step in which it is made, whose part of a buffer is how much; for those in which several modules have one."""
+    """Of a buffer in which several modules have a part, by the step that makes it, whose part is how much."""
     graphs = zip(("forward", "backward"), program.graphs, strict=False)
     return {
         f"{name}:{node.name}": {m: share * copies.number(m) / copies.weight(parts) for m, share in parts.items()}

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from programs import subject
 from tiny_models import Experts
+from torch import fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.grouped import grouped_mm, multiply_in_any_dtype
+from autopar.regions import find_regions
 
 GROUPED = torch.ops.autopar.grouped_mm.default
 
@@ -50,6 +54,30 @@ def test_experts_by_sorted_rows_equal_the_single_device(strategy: str, sizes: tu
     report = ours.verify(strategy, *sizes)
     assert report.ok, str(report)
     assert report.sharded_flops_fraction > 0.9
+
+
+def test_selective_recomputation_repeats_no_grouped_product() -> None:
+    ours = subject(Experts(), torch.randn(8, 4, 16))
+    plan = ours.plan("ddp", 4)
+    plain, again = (
+        ours.program(replace(plan, recompute=dict.fromkeys(find_regions(ours.joint), level) if level else {}))
+        for level in ("", "selective")
+    )
+    assert plain.backward is not None
+    assert again.backward is not None
+    assert nodes_of(again.backward.module.graph) != nodes_of(plain.backward.module.graph)
+    assert nodes_of(again.backward.module.graph).count(GROUPED) == nodes_of(plain.backward.module.graph).count(GROUPED)
+
+
+def nodes_of(graph: fx.Graph) -> list[object]:
+    return [node.target for node in graph.nodes]
+
+
+def test_flop_counters_count_grouped_products() -> None:
+    with FlopCounterMode(display=False) as counter:
+        grouped_mm(torch.randn(8, 4), torch.randn(3, 4, 12), torch.tensor([2, 2, 8]))
+        grouped_mm(torch.randn(4, 8), torch.randn(8, 12), torch.tensor([2, 2, 8]))
+    assert counter.get_total_flops() == 2 * 2 * 8 * 4 * 12
 
 
 def test_unmodified_model_is_verified_in_float64() -> None:

@@ -228,7 +228,7 @@ def test_of_a_large_graph_too_the_smallest_budget_is_the_smallest_that_works(
 
 
 def test_over_a_slow_link_buckets_of_several_blocks_do_not_hide_what_a_block_sends() -> None:
-    """All parameters fit one bucket; to gather them beside reducing the gradients is twice the bytes of reducing only."""
+    """All parameters fit one bucket; to gather them beside reducing the gradients is twice the bytes."""
     with torch.device("meta"):
         model = TinyGpt(vocab=512, width=128, heads=4, layers=4, seq=128)
         ids = torch.empty(16, 128, dtype=torch.long)
