@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from autopar.cost_model.simulate import Simulation
 from autopar.graph import JointGraph
 from autopar.layout_search import BASE, SLACK, LayoutSearch, Option, Price, Priced
 from autopar.layouts import Layout, find_layouts
@@ -208,13 +209,15 @@ def _one_of_each_kind(layouts: Sequence[Layout]) -> list[Layout]:
 
 
 def _unbeaten(searches: Sequence[LayoutSearch]) -> list[LayoutSearch]:
-    """The layouts whose first plan no other's beats in both time and memory."""
+    """The layouts whose first plan no other's beats: in time and memory, or in memory at about the same time."""
     first = [(one.simulate(BASE), one) for one in searches]
-    return [
-        one
-        for mine, one in first
-        if not any(s.step_time_s < mine.step_time_s and s.memory.total < mine.memory.total for s, _ in first)
-    ]
+    return [one for mine, one in first if not any(_beats(theirs, mine) for theirs, _ in first)]
+
+
+def _beats(theirs: Simulation, mine: Simulation) -> bool:
+    if theirs.memory.total == mine.memory.total:
+        return theirs.step_time_s < mine.step_time_s
+    return theirs.memory.total < mine.memory.total and theirs.step_time_s < mine.step_time_s * ALIKE
 
 
 def _polish(searches: Sequence[LayoutSearch], num_tries: int) -> None:
@@ -248,6 +251,9 @@ def _frontier(searches: Sequence[LayoutSearch]) -> list[tuple[LayoutSearch, obje
             found.append((one, key))
     return found
 
+
+ALIKE = 1.005
+"""Of two layouts of a large graph whose first plans' times are in less than this ratio, only the smaller is searched."""
 
 SMALL_NODES = 400
 """Up to so many nodes of a graph, the first plan of every layout is simulated; of larger graphs, that of each kind on
