@@ -150,9 +150,11 @@ def unfold(call: Call) -> OpRule:
 
 @derives(aten.unfold_backward.default)
 def unfold_backward(call: Call) -> OpRule:
-    """The windows' sum; the sizes are arguments."""
+    """The windows' sum; the sizes are arguments, and the windows may be the same along a dim (`torch.istft`'s are)."""
     dims, windows, whole = _windows(call, len(call.out_shape), "dim")
-    return build(call, {"grad_in": windows}, [dims], whole=whole, linear=[["grad_in"]])
+    sizes = zip(windows, call.shape("grad_in"), [*call.out_shape, 1], strict=True)
+    read = tuple(() if given == 1 != made and dim[0] not in whole else dim for dim, given, made in sizes)
+    return build(call, {"grad_in": read}, [dims], whole=whole, linear=[["grad_in"]])
 
 
 @derives(aten.searchsorted.Tensor)

@@ -69,6 +69,7 @@ SCATTERS: list[Case] = [
     case(aten.diagonal_backward.default, f(6, 3), [6, 5, 4], 1, 1, -1),
     case(aten.unfold.default, f(6, 9, 4), 1, 3, 2),
     case(aten.unfold_backward.default, f(6, 4, 12, 3), [6, 9, 12], 1, 3, 2),
+    case(aten.unfold_backward.default, f(1, 4, 12, 3), [6, 9, 12], 1, 3, 2),
     case(aten.searchsorted.Tensor, ends(1, 4, 7, 9), f(6, 12)),
     case(aten.searchsorted.Tensor, torch.arange(30.0).view(6, 5), f(6, 12)),
     whole(aten.searchsorted.Tensor, f(6, 5), f(6, 12), sorter=i(6, 5, below=5)),
