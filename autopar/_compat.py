@@ -10,7 +10,7 @@ import functools
 import gc
 import logging
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -66,6 +66,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils.checkpoint import CheckpointFunction
+
+from autopar.corrections import CORRECTIONS
 
 __all__ = [
     "AOTInput",
@@ -414,6 +416,7 @@ def as_captured(mode: FakeTensorMode) -> Iterator[None]:
             tracing(TracingContext(mode)),
             _compiling_state_context(),
             enable_python_dispatcher(),
+            _corrected(),
             _force_original_view_tracking(True),  # a view that is written to is made anew by what made it
             _direct_checkpoint(),
             _quiet_fake_tensors(),
@@ -421,6 +424,24 @@ def as_captured(mode: FakeTensorMode) -> Iterator[None]:
             yield
     finally:
         torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+
+
+@contextlib.contextmanager
+def _corrected() -> Iterator[None]:
+    """Take ops apart by `CORRECTIONS` where PyTorch's own way of taking them apart gives other numbers than they do."""
+    before = {op: dict(op.py_kernels) for op in CORRECTIONS}
+    try:
+        for op, definition in CORRECTIONS.items():
+            _set_python_kernels(op, dict.fromkeys(before[op], definition))
+        yield
+    finally:
+        for op, kernels in before.items():
+            _set_python_kernels(op, kernels)
+
+
+def _set_python_kernels(op: OpOverload, kernels: Mapping[Any, Callable[..., Any]]) -> None:
+    op.py_kernels.update(kernels)
+    op._dispatch_cache.clear()
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:

@@ -56,6 +56,13 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "take": lambda y: y.take(torch.tensor([0, 7, 7])),
     "linear resize": lambda y: F.interpolate(y[:, None], size=9, mode="linear"),
     "multi margin": lambda y: F.multi_margin_loss(y, torch.arange(y.shape[0]) % 6),
+    "multilabel margin": lambda y: F.multilabel_margin_loss(y, torch.tensor([3, 1, -1, 0, 0, 0]).expand_as(y)),
+    "multilabel margin rows": lambda y: F.multilabel_margin_loss(
+        y, torch.tensor([[5, -1, 2, 2, 2, 2], [4, 0, 5, 3, 1, 2]]).repeat(4, 1), reduction="none"
+    ),
+    "multilabel margin sum": lambda y: F.multilabel_margin_loss(
+        y[0], torch.tensor([-1, 3, 3, 0, 0, 0]), reduction="sum"
+    ),
     "any": lambda y: y * (y > 0).any(1, keepdim=True),
     "triplet": lambda y: F.triplet_margin_loss(y[:2], y[2:4], y[4:6]),
 }
@@ -78,7 +85,9 @@ def test_taken_apart_equals_the_op(name: str) -> None:
     assert_equals_eager(joint, model, ((x,), {}))
 
 
-@pytest.mark.parametrize("name", ["var", "var dim", "std", "var_mean", "logsumexp", "norm", "multi margin", "any"])
+@pytest.mark.parametrize(
+    "name", ["var", "var dim", "std", "var_mean", "logsumexp", "norm", "multi margin", "multilabel margin", "any"]
+)
 def test_statistics_of_a_cut_batch_are_the_whole_batchs(name: str) -> None:
     torch.manual_seed(0)
     model = Apply(FUNCTIONS[name])
