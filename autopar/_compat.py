@@ -50,6 +50,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.distributions import Distribution
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
@@ -420,6 +421,7 @@ def as_captured(mode: FakeTensorMode) -> Iterator[None]:
             _force_original_view_tracking(True),  # a view that is written to is made anew by what made it
             _direct_checkpoint(),
             _quiet_fake_tensors(),
+            _unchecked_distributions(),
         ):
             yield
     finally:
@@ -567,6 +569,17 @@ def _quiet_fake_tensors() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Let `torch.distributions` take its arguments as they are, unless one asks it for a check: checks read values."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ those that the eager op would draw.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +21,9 @@ from autopar._compat import OpOverload
 from autopar.errors import TraceError
 from autopar.graph import GraphInput, InputKind, JointGraph
 from autopar.local_ops import HASHED_AT_ONCE
+from autopar.random_ops import DRAWN, REPLACEMENTS, Draw
 from autopar.rules import Call, OpRule, derives
 from autopar.rules_compute import constant as fill
-from autopar.writer import Writer
 
 aten = torch.ops.aten
 
@@ -106,70 +106,6 @@ def _shifted(value: Tensor, bits: int) -> Tensor:
     return (value >> bits).bitwise_and_(2 ** (64 - bits) - 1)
 
 
-class _Draw(Writer):
-    """Writes the replacement of one random op."""
-
-    def __init__(self, node: fx.Node, seed: fx.Node) -> None:
-        super().__init__(node)
-        self.seed = seed
-
-    def uniform(self) -> fx.Node:
-        """Fresh numbers of the shape of the op's first output."""
-        value = self.node.meta["val"]
-        value = value[0] if isinstance(value, (tuple, list)) else value
-        args: tuple[Any, ...] = (list(value.shape), [], self.seed, 0, value.device)
-        with value.fake_mode:
-            drawn = torch.empty(value.shape, dtype=torch.float32, device=value.device)
-        return self.place(torch.ops.autopar.uniform.default, args, {}, drawn)
-
-    def cast(self, value: fx.Node) -> fx.Node:
-        """To the dtype of the op's result."""
-        dtype = self.node.meta["val"].dtype
-        return value if value.meta["val"].dtype == dtype else self(aten._to_copy.default, value, dtype=dtype)
-
-
-def _dropout(call: Call, draw: _Draw) -> tuple[fx.Node, ...]:
-    p = float(call["p"])
-    value = call["input"]
-    if call["train"] is False or p == 0:
-        ones = draw(aten.ones_like.default, value, dtype=torch.bool)
-        return value, ones
-    mask = draw(aten.ge.Scalar, draw.uniform(), p)
-    kept = draw(aten.mul.Tensor, value, mask)
-    return draw(aten.mul.Scalar, kept, 0.0 if p == 1 else 1 / (1 - p)), mask
-
-
-def _bernoulli_p(call: Call, draw: _Draw) -> fx.Node:
-    return draw.cast(draw(aten.lt.Scalar, draw.uniform(), float(call["p"])))
-
-
-def _bernoulli(call: Call, draw: _Draw) -> fx.Node:
-    return draw.cast(draw(aten.lt.Tensor, draw.uniform(), call["self"]))
-
-
-def _rand(call: Call, draw: _Draw) -> fx.Node:
-    return draw.cast(draw.uniform())
-
-
-def _randn(call: Call, draw: _Draw) -> fx.Node:
-    """Box and Muller's transform; 1 - u is never zero."""
-    radius = draw(aten.log.default, draw(aten.rsub.Scalar, draw.uniform(), 1))
-    radius = draw(aten.sqrt.default, draw(aten.mul.Scalar, radius, -2.0))
-    angle = draw(aten.cos.default, draw(aten.mul.Scalar, draw.uniform(), 2 * math.pi))
-    return draw.cast(draw(aten.mul.Tensor, radius, angle))
-
-
-_REPLACEMENTS: dict[Any, Callable[[Call, _Draw], fx.Node | tuple[fx.Node, ...]]] = {
-    aten.native_dropout.default: _dropout,
-    aten.bernoulli.p: _bernoulli_p,
-    aten.bernoulli.default: _bernoulli,
-    aten.rand.default: _rand,
-    aten.rand_like.default: _rand,
-    aten.randn.default: _randn,
-    aten.randn_like.default: _randn,
-}
-
-
 def replace_random_ops(joint: JointGraph) -> JointGraph:
     """Make every random op of a joint graph a function of the step's seed, in place.
 
@@ -187,15 +123,15 @@ def replace_random_ops(joint: JointGraph) -> JointGraph:
     seed.meta = {"val": 0, "module": "", "backward": False}
     joint.inputs = (*joint.inputs, GraphInput(InputKind.SEED, ""))
     for node in random:
-        replacement = _REPLACEMENTS.get(node.target)
+        replacement = REPLACEMENTS.get(node.target) if Call(node).args.get("generator") is None else None
         if replacement is None:
             raise TraceError(
                 f"module {node.meta['module'] or '(root)'!r} uses the random op {node.target}, whose numbers "
-                "would depend on the rank: draw them outside the model and pass them in, or use dropout, rand, "
-                "randn or bernoulli"
+                "would depend on the rank: draw them outside the model and pass them in, or use what autopar draws "
+                f"itself, without a generator: dropout, {', '.join(DRAWN)}"
             )
         with graph.inserting_before(node):
-            results = replacement(Call(node), _Draw(node, seed))
+            results = replacement(Call(node), Draw(node, seed))
         if isinstance(results, tuple):
             for user in list(node.users):
                 user.replace_all_uses_with(results[user.args[1]])
