@@ -61,7 +61,9 @@ def find_layouts(joint: JointGraph, sizes: Sequence[int], ranks_per_node: int) -
         for rank, (name, inner) in enumerate(_inner(joint, mesh, batch)):
             layouts.append((rank, Layout(name, mesh, (*outer, inner))))
     layouts.sort(key=lambda ranked: ranked[0])
-    return list({(one.mesh, one.factors): one for _, one in layouts if any(one.factors)}.values())
+    # Over links that are slow enough to compute all rows everywhere is best, and memory may call for more than that.
+    cutting = [*(one for _, one in layouts if any(one.factors)), Layout("nothing", Mesh(("dp",), (total,)), ((),))]
+    return list({(one.mesh, one.factors): one for one in cutting}.values())
 
 
 def two_axes(sizes: Sequence[int], ranks_per_node: int) -> list[tuple[int, int]]:
