@@ -5,13 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import combinations, combinations_with_replacement
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
+
+
+class Cost(Protocol):
+    """What one member costs with one option; see `autopar.solver.OptionCost`."""
+
+    @property
+    def measures(self) -> tuple[float, ...]:
+        """Seconds, and bytes that rest, are kept, are gradients, come on top when a pass ends, and while it runs."""
+
+    @property
+    def alone(self) -> float:
+        """Bytes while it runs its backward pass, on top of what all of its class have then."""
+
+    def beside(self, other: Any, /) -> float:
+        """Bytes that it has while a member with another option runs."""
 
 
 @dataclass(frozen=True)
@@ -71,29 +87,39 @@ def _ways(options: Sequence[int], count: int, num_options: int) -> tuple[tuple[i
 
 
 def enumerate_choices(
-    counts: Sequence[int], open_options: Sequence[Sequence[int]], measures: Sequence[Sequence[Sequence[float]]]
+    counts: Sequence[int], open_options: Sequence[Sequence[int]], costs: Sequence[Sequence[Cost]]
 ) -> Choices:
     """All choices of a problem.
 
     Args:
         counts: members of each class.
         open_options: for each class, the indices of the options that it may take.
-        measures: for each class and option time, bytes when the forward ends, when the step ends, transient ones.
+        costs: for each class what each option costs.
     """
-    ways = [
-        _ways(options, count, len(costs)) for count, options, costs in zip(counts, open_options, measures, strict=True)
-    ]
-    tables = [np.array(costs, dtype=np.float64).T for costs in measures]
+    ways = [_ways(options, count, len(one)) for count, options, one in zip(counts, open_options, costs, strict=True)]
     numbers = [np.array(way, dtype=np.float64) for way in ways]
-    time_s, start, end = (
-        _outer(np.add, [n @ table[kind] for n, table in zip(numbers, tables, strict=True)]) for kind in range(3)
+    tables = [np.array([cost.measures for cost in one], dtype=np.float64).T for one in costs]
+    time_s, rest, saved, grads = (
+        [n @ table[kind] for n, table in zip(numbers, tables, strict=True)] for kind in range(4)
     )
-    transient = _outer(
-        np.maximum, [np.where(n > 0, table[3], 0.0).max(1) for n, table in zip(numbers, tables, strict=True)]
-    )
-    return Choices(tuple(ways), time_s, np.maximum(start, end) + transient)
+    transient = [np.where(n > 0, table[4], 0.0).max(1) for n, table in zip(numbers, tables, strict=True)]
+    before, after, running = saved[0], grads[0], _running(numbers[0], costs[0])
+    for n, one, keeps, gives in zip(numbers[1:], costs[1:], saved[1:], grads[1:], strict=True):
+        running = np.maximum(_pair(np.add, running, gives), _pair(np.add, before, _running(n, one)))
+        before, after = _pair(np.add, before, keeps), _pair(np.add, after, gives)
+    edge = np.maximum(before, after) + reduce(partial(_pair, np.maximum), transient)
+    peak = reduce(partial(_pair, np.add), rest) + np.maximum(running, edge)
+    return Choices(tuple(ways), reduce(partial(_pair, np.add), time_s), peak)
 
 
-def _outer(combine: Callable[..., Numbers], parts: Sequence[Numbers]) -> Numbers:
-    """Combine one entry of each part, for all ways to take them, in row-major order."""
-    return reduce(lambda left, right: combine(left[:, None], right[None, :]).ravel(), parts)
+def _running(numbers: Numbers, costs: Sequence[Cost]) -> Numbers:
+    """For each way to count a class's options, the most bytes while one of its members runs its backward pass."""
+    beside = np.array([[other.beside(cost) for cost in costs] for other in costs], dtype=np.float64)
+    alone = np.array([cost.alone for cost in costs], dtype=np.float64)
+    most: Numbers = np.where(numbers > 0, numbers @ beside + alone, 0.0).max(1)
+    return most
+
+
+def _pair(combine: Callable[..., Numbers], left: Numbers, right: Numbers) -> Numbers:
+    """Combine each of the left with each of the right, in row-major order."""
+    return combine(left[:, None], right[None, :]).ravel()

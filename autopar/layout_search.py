@@ -163,7 +163,9 @@ class LayoutSearch:
         with nothing recomputed."""
         modes = dict.fromkeys(option.mode for option in self.choosable)
         shares = [self._shares(Option(mode, None)) for mode in modes]
-        return sum(self.num_units.get(part, 1) * min(share[part].time_s for share in shares) for part in self.parts)
+        return sum(
+            self.num_units.get(part, 1) * min(share[part].cost.time_s for share in shares) for part in self.parts
+        )
 
     def proposals(self, options: tuple[Option, ...], limit: float = math.inf) -> Iterator[tuple[float, float, Chosen]]:
         """The best choices among these options within rising limits of memory, from the last limit that is at most
@@ -171,7 +173,7 @@ class LayoutSearch:
         if options not in self._problems:
             costs = self._costs(options)
             classes = self._classes(costs)
-            shape = Problem(tuple(map(len, classes)), tuple(tuple(costs[c[0].part]) for c in classes))
+            shape = Problem(tuple(map(len, classes)), tuple(_cost_of(members, costs) for members in classes))
             self._problems[options] = classes, shape
         classes, problem = self._problems[options]
         for choice in _worth_trying(problem, limit):
@@ -180,29 +182,32 @@ class LayoutSearch:
                 yield step_time(problem, choice), peak(problem, choice), chosen
 
     def _costs(self, options: Sequence[Option]) -> dict[str, list[OptionCost]]:
-        """Each part's cost with each option.  How parameters rest and what is recomputed are taken to add up."""
+        """Each part's cost with each option.  How parameters rest and what is recomputed are taken to add up; but what
+        is recomputed hides no more gathers than there are."""
         base = self._shares(BASE)
         by_mode = {mode: self._shares(Option(mode, None)) for mode in dict.fromkeys(o.mode for o in options)}
         levels = dict.fromkeys((option.level, option.full_in) for option in options)
         by_level = {level: self._shares(Option(BASE.mode, *level)) for level in levels}
         costs: dict[str, list[OptionCost]] = {}
         for part in self.parts:
-            start = base[part]
-            costs[part] = []
+            start, costs[part] = base[part], []
             for option in options:
-                mode, level = by_mode[option.mode][part], by_level[option.level, option.full_in][part]
+                shares = by_mode[option.mode][part], by_level[option.level, option.full_in][part]
+                (mode, level), gathers_s = (share.cost for share in shares), sum(share.gathers_s for share in shares)
+                others_s = mode.time_s + level.time_s - gathers_s - (start.cost.time_s - start.gathers_s)
                 costs[part].append(
                     OptionCost(
-                        time_s=max(0.0, mode.time_s + level.time_s - start.time_s),
+                        time_s=max(0.0, others_s) + max(0.0, gathers_s - start.gathers_s),
                         rest=mode.rest,
-                        saved=max(0.0, mode.saved + level.saved - start.saved),
+                        saved=max(0.0, mode.saved + level.saved - start.cost.saved),
                         grads=mode.grads,
-                        transient=max(0.0, mode.transient + level.transient - start.transient),
+                        transient=max(0.0, mode.transient + level.transient - start.cost.transient),
+                        running=max(0.0, mode.running + level.running - start.cost.running),
                     )
                 )
         return costs
 
-    def _shares(self, option: Option) -> dict[str, OptionCost]:
+    def _shares(self, option: Option) -> dict[str, _Share]:
         """Each part's share of the step, or one unit's of those that it stands for, when all take one option."""
         simulation = self.simulate(option)
         rest, saved, grads = (dict.fromkeys(self.parts, 0.0) for _ in range(3))
@@ -216,42 +221,81 @@ class LayoutSearch:
             if live.kind == "grads":
                 grads[self._part(live.module)] += live.num_bytes
         held = sum(rest.values()) + max(sum(saved.values()), sum(grads.values()))
-        transient = max(0.0, simulation.memory.total - held)
-        time_s, shares = self._times(simulation, rest), {}
+        at_ends = max((size for step, size in simulation.timeline if not step.startswith("backward:")), default=0)
+        transient, running = max(0.0, at_ends - held), self._running(simulation, sum(rest.values()), saved, grads)
+        (time_s, gathers_s), shares = self._times(simulation, rest), {}
         for part in self.parts:
             num = self.num_units.get(part, 1)
-            shares[part] = OptionCost(time_s[part], rest[part] / num, saved[part] / num, grads[part] / num, transient)
+            held_by = (rest[part] / num, saved[part] / num, grads[part] / num)
+            shares[part] = _Share(OptionCost(time_s[part], *held_by, transient, running[part]), gathers_s[part])
         return shares
 
-    def _times(self, simulation: Simulation, rest: Mapping[str, float]) -> dict[str, float]:
+    def _running(
+        self, simulation: Simulation, rest: float, saved: Mapping[str, float], grads: Mapping[str, float]
+    ) -> dict[str, float]:
+        """What is there while each part runs its backward pass on top of what rests, what parts before it and it have
+        saved, and the gradients of those after it; of several units, while one does that has most beside it."""
+        most = dict.fromkeys(self.order, 0)
+        for part, size in self._turns(simulation):
+            most[part] = max(most[part], size)
+        running, before, after = {}, 0.0, sum(grads.values())
+        for part in self.order:
+            num = self.num_units.get(part, 1)
+            after -= grads[part]
+            own = saved[part] / num + max(saved[part], grads[part]) * (num - 1) / num
+            running[part] = max(0.0, most[part] - rest - before - own - after)
+            before += saved[part]
+        return running
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """The parts in the order in which the forward pass comes to the end of them: the backward pass begins with the
+        last; what runs in none comes first."""
+        begun = tuple(dict.fromkeys(part for part, _ in self._turns(self.simulate(BASE))))[::-1]
+        return (*(part for part in self.parts if part not in begun), *begun)
+
+    def _turns(self, simulation: Simulation) -> Iterator[tuple[str, int]]:
+        """The parts that run in the backward pass, and the most bytes meanwhile.  What a part does after others have
+        begun, such as the lookups of a model whose last norm came first, is counted for the last of these."""
+        begun: dict[str, None] = {}
+        for module, size in simulation.in_backward:
+            begun[self._part(module)] = None
+            yield next(reversed(begun)), size
+
+    def _times(self, simulation: Simulation, rest: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
         """Each part's share of the seconds, or one unit's of those that it stands for: what it computes, the
-        optimizer's step over its state (`rest`, in bytes), and of all that is waited for as much as it waits itself."""
-        computed, waited = dict.fromkeys(self.parts, 0.0), dict.fromkeys(self.parts, 0.0)
+        optimizer's step over its state (`rest`, in bytes), and of all that is waited for as much as it waits itself;
+        and what of that is waiting for gathers."""
+        computed, waited, gathers = (dict.fromkeys(self.parts, 0.0) for _ in range(3))
         for module, spent in simulation.by_module.items():
-            computed[self._part(module)] += spent.compute_s
-            waited[self._part(module)] += sum(spent.exposed_s.values())
+            part = self._part(module)
+            computed[part] += spent.compute_s
+            waited[part] += sum(spent.exposed_s.values())
+            gathers[part] += sum(s for kind, s in spent.exposed_s.items() if kind.startswith("all_gather@"))
         num = {part: self.num_units.get(part, 1) for part in self.parts}
         ops_s = sum(num[part] * seconds for part, seconds in computed.items())
         waits_s = sum(num[part] * seconds for part, seconds in waited.items())
         a_byte_s = (simulation.compute_s - ops_s) / max(1.0, sum(rest.values()))
         # Of a folded graph there is more to wait for than its parts do, where a link lags behind all the time.
         lag = simulation.exposed_s / waits_s if waits_s else 1.0
-        return {part: computed[part] + waited[part] * lag + a_byte_s * rest[part] / num[part] for part in self.parts}
+        times = {part: computed[part] + waited[part] * lag + a_byte_s * rest[part] / num[part] for part in self.parts}
+        return times, {part: seconds * lag for part, seconds in gathers.items()}
 
     def _classes(self, costs: Mapping[str, Sequence[OptionCost]]) -> list[list[_Member]]:
-        """Parts that differ in a number of their path only and hold the same bytes, in the order they run in; all units
-        of a run are one class, at the cost of its first inner one."""
+        """Parts that differ in a number of their path only and hold the same bytes, but for how their shares
+        of a bucket are rounded, in the order they run in; all units of a run are one class, at the cost of its first
+        inner one."""
         runs = {run.units[0][0]: (number, run) for number, run in enumerate(self.joint.runs)}
         others = {run.units[held][0] for run in self.joint.runs for held in run.held[1:]}
         classes: dict[object, list[_Member]] = {}
-        for part in self.parts:
+        for part in self.order:
             if part in runs:
                 number, run = runs[part]
                 inner = run.units[run.held[1]][0]
                 classes[number] = [_Member(inner, number, i) for i in range(len(run.units))]
             elif part not in others:
                 pattern = re.sub(r"\d+", "*", part)
-                sizes = tuple((cost.rest, cost.saved, cost.grads) for cost in costs[part])
+                sizes = tuple(f"{size:.2e}" for cost in costs[part] for size in (cost.rest, cost.saved, cost.grads))
                 classes.setdefault((pattern, sizes), []).append(_Member(part))
         return list(classes.values())
 
@@ -280,6 +324,19 @@ class LayoutSearch:
 
 
 @dataclass(frozen=True)
+class _Share:
+    """What one part costs when all take one option.
+
+    Attributes:
+        cost: all of it.
+        gathers_s: what of its time is waiting for gathers.
+    """
+
+    cost: OptionCost
+    gathers_s: float
+
+
+@dataclass(frozen=True)
 class _Member:
     """One of the parts that take options: of a run, one of all its units, held or not.
 
@@ -291,6 +348,12 @@ class _Member:
     part: str
     run: int = -1
     index: int = 0
+
+
+def _cost_of(members: Sequence[_Member], costs: Mapping[str, Sequence[OptionCost]]) -> tuple[OptionCost, ...]:
+    """Each option's cost for one of a class: the first one's, but on top of what is held any of them may need most."""
+    each = zip(*(costs[member.part] for member in members), strict=True)
+    return tuple(replace(options[0], running=max(cost.running for cost in options)) for options in each)
 
 
 def _worth_trying(problem: Problem, limit: float) -> Iterator[Choice]:

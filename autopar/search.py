@@ -253,7 +253,7 @@ def _frontier(searches: Sequence[LayoutSearch]) -> list[tuple[LayoutSearch, obje
 
 
 ALIKE = 1.005
-"""Of two layouts of a large graph whose first plans' times are in less than this ratio, only the smaller is searched."""
+"""Of two layouts of a large graph whose first plans take times in less than this ratio, only the smaller is searched."""
 
 SMALL_NODES = 400
 """Up to so many nodes of a graph, the first plan of every layout is simulated; of larger graphs, that of each kind on

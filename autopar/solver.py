@@ -1,8 +1,9 @@
 """The exact solve: one option for each member of each class, the least time within a memory limit.
 
-Members of a class are alike, so what is decided is how many of them take each option.  Memory has two peaks: when the
-forward pass ends (what rests and what is kept for the backward pass) and when the backward pass ends (what rests and
-the gradients); what comes and goes is there on top of either, as much as the greediest option that is used.
+Members of a class are alike, so what is decided is how many of them take each option.  Memory peaks when the forward
+pass ends (what rests and what is kept for the backward pass), when the backward pass ends (what rests and the
+gradients), or in between, as a member runs its backward pass: members before it still keep theirs, and those after it
+have gradients instead.  What comes and goes is there on top.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class OptionCost:
         rest: parameters and optimizer state.
         saved: kept from the forward to the backward pass.
         grads: gradients.
-        transient: what the step needs on top while such a member runs.
+        transient: what the step needs on top when either pass ends.
+        running: what it needs on top while such a member runs its backward pass.
     """
 
     time_s: float
@@ -35,6 +37,22 @@ class OptionCost:
     saved: float
     grads: float
     transient: float
+    running: float = 0.0
+
+    @property
+    def measures(self) -> tuple[float, ...]:
+        """What an option is the better for the less it has of it."""
+        return (self.time_s, self.rest, self.saved, self.grads, self.transient, self.running)
+
+    def beside(self, other: OptionCost) -> float:
+        """Bytes of one that takes this option while an alike member runs its backward pass with another: those that
+        keep less run first, so that they keep it longest, and have been or have yet to be run then."""
+        return max(self.grads, min(self.saved, other.saved))
+
+    @property
+    def alone(self) -> float:
+        """Bytes on top of `beside` of every member of the class, itself among them, while one with this option runs."""
+        return self.running + self.saved - self.beside(self)
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,7 @@ class Problem:
     """Classes of alike members, each with its options' costs.
 
     Attributes:
-        counts: number of members of each class.
+        counts: number of members of each class, the classes in the order in which they run forward.
         costs: for each class the cost of each option, for one member.
     """
 
@@ -56,15 +74,20 @@ Choice = tuple[tuple[int, ...], ...]
 
 def peak(problem: Problem, choice: Choice) -> float:
     """Bytes at the peak of a choice."""
-    taken = [
-        (n, cost)
-        for ns, costs in zip(choice, problem.costs, strict=True)
-        for n, cost in zip(ns, costs, strict=True)
-        if n
-    ]
-    start = sum(n * (cost.rest + cost.saved) for n, cost in taken)
-    end = sum(n * (cost.rest + cost.grads) for n, cost in taken)
-    return max(start, end) + max((cost.transient for _, cost in taken), default=0.0)
+    rest = saved = grads = running = transient = 0.0
+    for ns, costs in zip(choice, problem.costs, strict=True):
+        taken = [(n, cost) for n, cost in zip(ns, costs, strict=True) if n]
+        here = max((one.alone + sum(n * cost.beside(one) for n, cost in taken) for _, one in taken), default=0.0)
+        more = sum(n * cost.grads for n, cost in taken)
+        running = max(running + more, saved + here)
+        rest += sum(n * cost.rest for n, cost in taken)
+        saved += sum(n * cost.saved for n, cost in taken)
+        grads += more
+    pairs = zip(choice, problem.costs, strict=True)
+    transient = max(
+        (cost.transient for ns, costs in pairs for n, cost in zip(ns, costs, strict=True) if n), default=0.0
+    )
+    return rest + max(running, max(saved, grads) + transient)
 
 
 def step_time(problem: Problem, choice: Choice) -> float:
@@ -95,7 +118,7 @@ def enumerated(problem: Problem) -> Choices | None:
     open_to = [[i for i, cost in enumerate(costs) if not _beaten(cost, costs)] for costs in problem.costs]
     if num_choices(problem.counts, [len(options) for options in open_to]) > MAX_ENUMERATED:
         return None
-    return enumerate_choices(problem.counts, open_to, [[_measures(c) for c in costs] for costs in problem.costs])
+    return enumerate_choices(problem.counts, open_to, problem.costs)
 
 
 def smallest(problem: Problem) -> Choice:
@@ -120,7 +143,7 @@ def _solve(problem: Problem, limit: float | None, by_time: bool) -> Choice | Non
     size = max(
         1.0,
         sum(
-            n * max(cost.rest + cost.saved, cost.rest + cost.grads) + cost.transient
+            n * (cost.rest + max(cost.saved, cost.grads)) + max(cost.transient, cost.running)
             for n, (_, cost) in zip(counts, flat, strict=True)
         ),
     )
@@ -140,6 +163,15 @@ def _solve(problem: Problem, limit: float | None, by_time: bool) -> Choice | Non
     for kind in ("saved", "grads"):
         held = {i: (cost.rest + getattr(cost, kind)) / size for i, (_, cost) in enumerate(flat)}
         constrain({top: 1.0, transient: -1.0, **{i: -v for i, v in held.items()}}, 0.0, np.inf)
+    for i, (c, one) in enumerate(flat):
+        there = {
+            j: cost.rest + (cost.saved if owner < c else cost.beside(one) if owner == c else cost.grads)
+            for j, (owner, cost) in enumerate(flat)
+        }
+        # Where none takes it, this says no more than that the peak is not below zero.
+        constrain(
+            {top: 1.0, num + i: -one.alone / size - 1.0, **{j: -v / size for j, v in there.items()}}, -1.0, np.inf
+        )
     objective = np.zeros(2 * num + 2)
     if by_time:
         longest = sum(n * cost.time_s for n, (_, cost) in zip(counts, flat, strict=True)) or 1.0
@@ -173,15 +205,11 @@ def _beaten(cost: OptionCost, others: Sequence[OptionCost]) -> bool:
     for other in others:
         if other is cost:
             before = False
-        elif (before or _measures(other) != _measures(cost)) and all(
-            theirs <= ours for ours, theirs in zip(_measures(cost), _measures(other), strict=True)
+        elif (before or other.measures != cost.measures) and all(
+            theirs <= ours for ours, theirs in zip(cost.measures, other.measures, strict=True)
         ):
             return True
     return False
-
-
-def _measures(cost: OptionCost) -> tuple[float, ...]:
-    return (cost.time_s, cost.rest + cost.saved, cost.rest + cost.grads, cost.transient)
 
 
 _SCALE = 1e4

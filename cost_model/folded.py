@@ -165,7 +165,7 @@ class _Spans:
         self.backward: dict[int, tuple[int, int]] = {}
         for i, node in enumerate(nodes):
             unit = copies.unit(node.meta.get("module", ""))
-            if unit is not None and not _moves_data(node):
+            if unit is not None and not moves_data(node):
                 spans = self.forward if i < backward else self.backward
                 spans[unit] = (spans.get(unit, (i, i))[0], i)
         self.end = max((end for _, end in self.backward.values()), default=len(nodes))
@@ -189,7 +189,7 @@ class _Spans:
         return self.order[user]
 
 
-def _moves_data(node: fx.Node) -> bool:
+def moves_data(node: fx.Node) -> bool:
     """Whether a node belongs to a collective, which a schedule moves away from the unit it serves."""
     if node.op != "call_function" or node.target is _WAIT or collective_kind(node) is not None:
         return True
@@ -199,4 +199,4 @@ def _moves_data(node: fx.Node) -> bool:
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-__all__ = ["WHOLE", "Copies", "Shares", "repeat_units"]
+__all__ = ["WHOLE", "Copies", "Shares", "moves_data", "repeat_units"]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from autopar.cluster import Cluster
-from autopar.cost_model.folded import WHOLE, Copies, Shares, repeat_units
+from autopar.cost_model.folded import WHOLE, Copies, Shares, moves_data, repeat_units
 from autopar.cost_model.layout import Layouts, layouts_of
 from autopar.cost_model.liveness import (
     ACTIVATION,
@@ -93,6 +93,7 @@ class MemoryProfile:
         live_after_forward: the same at the end of the forward pass, when everything that is kept for the backward
             pass is there.
         live_at_end: the same at the end of the step, when all gradients are there.
+        in_backward: the modules that run in the backward pass, one after another, each with the most bytes then.
     """
 
     peak: MemoryParts
@@ -101,6 +102,7 @@ class MemoryProfile:
     live_at_peak: tuple[LiveBytes, ...]
     live_after_forward: tuple[LiveBytes, ...]
     live_at_end: tuple[LiveBytes, ...]
+    in_backward: tuple[tuple[str, int], ...]
 
 
 def at_rest(program: LocalProgram, optimizer: OptimizerLike = "adamw", copies: Copies = WHOLE) -> AtRest:
@@ -159,12 +161,34 @@ def memory_profile(
     totals = sum(live.values(), reserves)
     peak, last = int(totals.argmax()), len(totals) - 1
     end = max((i for i, step in enumerate(liveness.steps) if step.startswith("forward:")), default=0)
+    timeline = tuple(zip(liveness.steps, totals.tolist(), strict=True))
+    at_peak, after_forward, at_end = (
+        _by_module(liveness, step, int(reserves[step]), owners) for step in (peak, end, last)
+    )
     return MemoryProfile(
         MemoryParts(**{kind: int(sizes[peak]) for kind, sizes in live.items()}, reserve=int(reserves[peak])),
         liveness.steps[peak],
-        tuple(zip(liveness.steps, totals.tolist(), strict=True)),
-        *(_by_module(liveness, step, int(reserves[step]), owners) for step in (peak, end, last)),
+        timeline,
+        at_peak,
+        after_forward,
+        at_end,
+        _in_backward(program, dict(timeline)),
     )
+
+
+def _in_backward(program: LocalProgram, totals: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """What belongs to a collective counts for the module that computes before it."""
+    found: list[tuple[str, int]] = []
+    for node in program.backward.module.graph.nodes if program.backward is not None else ():
+        total = totals.get(f"backward:{node.name}")
+        if total is None:
+            continue
+        module = found[-1][0] if moves_data(node) and found else node.meta.get("module", "")
+        if found and found[-1][0] == module:
+            found[-1] = (module, max(total, found[-1][1]))
+        else:
+            found.append((module, total))
+    return tuple(found)
 
 
 def _owners(program: LocalProgram, copies: Copies, shares: Shares) -> dict[str, dict[str, float]]:

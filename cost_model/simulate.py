@@ -70,6 +70,7 @@ class Simulation:
         live_at_peak: what makes up `memory`, by module and kind, the largest first.
         live_after_forward: the same at the end of the forward pass.
         live_at_end: the same at the end of the step.
+        in_backward: the modules that run in the backward pass, one after another, each with the most bytes then.
         by_module: what each module spends of `compute_s` (without the optimizer's step) and of `exposed_s`.
     """
 
@@ -84,6 +85,7 @@ class Simulation:
     live_at_peak: tuple[LiveBytes, ...] = field(default=(), repr=False)
     live_after_forward: tuple[LiveBytes, ...] = field(default=(), repr=False)
     live_at_end: tuple[LiveBytes, ...] = field(default=(), repr=False)
+    in_backward: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     by_module: Mapping[str, Spent] = field(default_factory=dict, repr=False)
 
 
@@ -168,6 +170,7 @@ def simulate(
         live_at_peak=profile.live_at_peak,
         live_after_forward=profile.live_after_forward,
         live_at_end=profile.live_at_end,
+        in_backward=profile.in_backward,
         by_module=clock.by_module,
     )
 

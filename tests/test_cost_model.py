@@ -359,6 +359,15 @@ def test_what_is_live_at_the_peak_by_module() -> None:
     assert sum(one.num_bytes for one in live) == profile.peak.total
 
 
+def test_the_backward_pass_names_the_modules_that_run_and_their_most_bytes() -> None:
+    compiler = Compiler(MeanSquare(), (2,), Cluster.parse("2x1 cpu @ 100mbit"))
+    joint = compiler.trace((torch.empty(8, 64),), {}, train=True, local=False)
+    simulation = simulate(rewrite(joint, plan_named("zero3", joint, (2,), 1)), compiler.cluster)
+    assert [module for module, _ in simulation.in_backward] == ["", "layers.2", "layers.1", "layers.0"]
+    backward = [size for step, size in simulation.timeline if step.startswith("backward:")]
+    assert max(size for _, size in simulation.in_backward) == max(backward)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_bucket_is_of_those_whose_tensors_are_in_it(strategy: str) -> None:
     """What is waited for and the gradients that it holds, by bytes; nothing of it is the model's own."""

@@ -23,7 +23,7 @@ from autopar.cost_model.simulate import Simulation
 from autopar.errors import InfeasibleBudgetError, PlanError
 from autopar.graph import JointGraph
 from autopar.infeasible import feasible_gb, infeasible
-from autopar.layout_search import OPTIONS, SLACK, LayoutSearch
+from autopar.layout_search import OPTIONS, SLACK, LayoutSearch, Option
 from autopar.layouts import MODES, find_layouts, storages
 from autopar.mesh import parse_shape
 from autopar.passes import coalesce
@@ -255,6 +255,27 @@ def test_over_a_slow_link_all_rows_may_be_computed_everywhere_with_some_of_it_co
     assert whole.memory.total < ddp.memory.total
     assert whole.step_time_s < 0.9 * ddp.step_time_s
     assert plan_under(compiler, joint, whole.memory.total).step_time_s <= whole.step_time_s * (1 + SLACK)
+
+
+def test_what_few_blocks_are_estimated_to_need_is_what_they_need() -> None:
+    """While a block computes itself again, those after it have given up what they kept, and what is computed again
+    hides no gather where there is none.  Blocks are alike though each one's part of a bucket is rounded by itself."""
+    compiler, joint = over_a_slow_link()
+    one = LayoutSearch(joint, find_layouts(joint, (2,), 1)[0], compiler._remembering(joint))
+    assert one.layout.name == "data"
+    proposed = list(one.proposals(one.choosable))
+    assert len(proposed) > 10
+    for time_s, peak_bytes, chosen in proposed:
+        simulation = one.run(*chosen)
+        assert peak_bytes == pytest.approx(simulation.memory.total, rel=0.1), chosen
+        assert simulation.step_time_s == pytest.approx(time_s, rel=0.03), chosen
+    kept = dict.fromkeys(one.parts, Option("whole", None))
+    for num in range(5):
+        simulation = one.run(kept | {f"blocks.{i}": Option("whole", "full") for i in range(num)})
+        fitting = [time_s for time_s, peak_bytes, _ in proposed if peak_bytes <= simulation.memory.total * (1 + SLACK)]
+        assert min(fitting) <= simulation.step_time_s * (1 + SLACK)
+    sizes = [len(members) for members in one._classes(one._costs(one.choosable))]
+    assert max(sizes) >= 3  # the last block's output is read by others
 
 
 # ------------------------------------------------------------------------------------- what is searched is right

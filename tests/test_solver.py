@@ -44,7 +44,7 @@ def random_problem(seed: int) -> Problem:
 
     def option() -> OptionCost:
         time_s = draw.choice((1e-3, 2e-3, 5e-3)) if few else draw.uniform(1e-6, 1e-1)
-        return OptionCost(time_s, size(), size(), size(), size())
+        return OptionCost(time_s, size(), size(), size(), size(), size())
 
     counts = tuple(draw.randint(1, 4) for _ in range(draw.randint(1, 3)))
     return Problem(counts, tuple(tuple(option() for _ in range(draw.randint(2, 5))) for _ in counts))
