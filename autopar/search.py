@@ -146,8 +146,15 @@ class Search:
 
     @cached_property
     def _kinds(self) -> list[LayoutSearch]:
-        """All layouts, or of a large graph one of each kind."""
-        return self._of(self._layouts if self._is_small else _one_of_each_kind(self._layouts))
+        """All layouts, or of a large graph one of each kind that may be worth a simulation."""
+        if self._is_small:
+            return self._of(self._layouts)
+        kinds = self._of(_one_of_each_kind(self._layouts))
+        cutting = [one for one in kinds if any(one.layout.factors)]
+        first = min((one.simulate(BASE) for one in cutting), key=lambda s: s.step_time_s, default=None)
+        # Where nothing is cut a rank computes what all of them do otherwise, if perhaps twice as well.
+        is_slower = first is not None and first.step_time_s < first.compute_s * math.prod(self.sizes) / 2
+        return cutting if is_slower else kinds
 
     @cached_property
     def _bases(self) -> list[LayoutSearch]:
@@ -253,7 +260,7 @@ def _frontier(searches: Sequence[LayoutSearch]) -> list[tuple[LayoutSearch, obje
 
 
 ALIKE = 1.005
-"""Of two layouts of a large graph whose first plans take times in less than this ratio, only the smaller is searched."""
+"""Of two layouts of a large graph whose first plans take times in less than this ratio the smaller is searched only."""
 
 SMALL_NODES = 400
 """Up to so many nodes of a graph, the first plan of every layout is simulated; of larger graphs, that of each kind on

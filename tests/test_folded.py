@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -117,7 +117,12 @@ def held_at_end(simulation: Simulation, kind: str) -> int:
     return sum(live.num_bytes for live in simulation.live_at_end if live.kind == kind)
 
 
-@pytest.mark.parametrize("name", MODELS)
+def slow(names: Iterable[str], *longest: str) -> list[Any]:
+    """Cases, of which some are for whoever has time: others are of their kind."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in longest else []) for name in names]
+
+
+@pytest.mark.parametrize("name", slow(MODELS, "gpt", "qwen3"))
 def test_strategies_cost_on_the_folded_graph_what_they_cost_on_the_whole_one(name: str) -> None:
     whole, folded = graphs(name)
     splits = even_splits(folded.runs)
@@ -169,7 +174,7 @@ DEEP: dict[str, Callable[[], Call]] = {
 }
 
 
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("name", slow(DEEP, "llama"))
 def test_a_sample_of_units_costs_what_the_whole_program_costs(name: str) -> None:
     with torch.device("meta"):
         model, args, kwargs = DEEP[name]()
@@ -198,7 +203,7 @@ def test_a_sample_of_units_costs_what_the_whole_program_costs(name: str) -> None
             check(full, simulate(program, Cluster.parse(cluster), copies=Copies.of(sample.standing)), 0.01, 0.003)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", slow(["gpt2", "llama"], "llama"))
 def test_an_unfolded_graph_is_decided_and_rewritten_as_the_folded_one(name: str) -> None:
     """And a plan that does not cut all copies of a unit alike, by itself."""
     _, folded = graphs(name)
