@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from autopar.cost_model.memory import fixed_reserve
 from autopar.cost_model.simulate import Simulation
 from autopar.graph import JointGraph
 from autopar.layouts import MODES, Layout, storages
@@ -192,7 +193,9 @@ class LayoutSearch:
         for part in self.parts:
             start, costs[part] = base[part], []
             for option in options:
-                shares = by_mode[option.mode][part], by_level[option.level, option.full_in][part]
+                again = by_level[option.level, option.full_in][part]
+                # To compute again is to keep less: a part that does not has nothing to gain.
+                shares = by_mode[option.mode][part], again if again.cost.saved < start.cost.saved else start
                 (mode, level), gathers_s = (share.cost for share in shares), sum(share.gathers_s for share in shares)
                 others_s = mode.time_s + level.time_s - gathers_s - (start.cost.time_s - start.gathers_s)
                 costs[part].append(
@@ -220,6 +223,10 @@ class LayoutSearch:
         for live in simulation.live_at_end:
             if live.kind == "grads":
                 grads[self._part(live.module)] += live.num_bytes
+        # The allocator's reserve grows with what is kept, by whoever keeps it.
+        peak = simulation.memory
+        reserve = (peak.reserve - fixed_reserve(peak)) / max(1, peak.activations + peak.temporaries)
+        saved = {part: size * (1 + reserve) for part, size in saved.items()}
         held = sum(rest.values()) + max(sum(saved.values()), sum(grads.values()))
         at_ends = max((size for step, size in simulation.timeline if not step.startswith("backward:")), default=0)
         transient, running = max(0.0, at_ends - held), self._running(simulation, sum(rest.values()), saved, grads)

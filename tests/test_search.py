@@ -278,6 +278,27 @@ def test_what_few_blocks_are_estimated_to_need_is_what_they_need() -> None:
     assert max(sizes) >= 3  # the last block's output is read by others
 
 
+def test_what_many_blocks_are_estimated_to_need_on_a_gpu_is_what_they_need() -> None:
+    """There the allocator's reserve grows with what is kept; and who keeps no less does not compute again, which may
+    ask for all that leads to it."""
+    with torch.device("meta"):
+        model = TinyGpt(vocab=8192, width=512, heads=8, layers=9, seq=256)
+        ids = torch.empty(64, 256, dtype=torch.long)
+    compiler = Compiler(model, parse_shape("4"), Cluster.parse("4xA100-80GB"))
+    joint = compiler.trace((ids, ids), {}, train=True, local=False, whole=False)
+    assert joint.runs
+    layout = next(layout for layout in find_layouts(joint, (4,), 4) if layout.name == "data")
+    one = LayoutSearch(joint, layout, compiler._remembering(joint))
+    proposed = list(one.proposals(one.choosable))
+    sampled = [*proposed[:: max(1, len(proposed) // 6)], proposed[-1]]
+    for time_s, peak_bytes, chosen in sampled:
+        simulation = one.run(*chosen)
+        assert simulation.step_time_s == pytest.approx(time_s, rel=0.01), chosen
+        held = simulation.memory.total - simulation.memory.reserve
+        assert simulation.memory.total == pytest.approx(peak_bytes, abs=0.05 * held), chosen
+    assert one.run(*proposed[-1][2]).memory.activations < 0.3 * one.run(*proposed[0][2]).memory.activations
+
+
 # ------------------------------------------------------------------------------------- what is searched is right
 
 
