@@ -186,7 +186,10 @@ def test_rows_by_group_are_priced_with_a_margin() -> None:
 
 @EITHER_WAY
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
-@pytest.mark.parametrize(("sizes", "mode"), [((2,), "whole"), ((4,), "whole"), ((2, 2), "regathered")])
+@pytest.mark.parametrize(
+    ("sizes", "mode"),
+    [pytest.param((2,), "whole", marks=pytest.mark.slow), ((4,), "whole"), ((2, 2), "regathered")],
+)
 def test_mixtures_equal_the_single_device(kind: str, sizes: tuple[int, ...], mode: str, label: str) -> None:
     one = subject(mixture(kind), input_ids=tokens(), labels=tokens())
     program = assert_equal(one, expert_plan(one, sizes, label, mode), {"ep"})

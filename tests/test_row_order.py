@@ -445,7 +445,14 @@ def tokens() -> Tensor:
 @pytest.mark.parametrize("kind", MIXTURES)
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
-    [("ddp", "4"), ("zero3", "4"), ("tp", "4"), ("fsdp+tp", "2x2"), ("auto", "4"), ("auto", "2x2")],
+    [
+        ("ddp", "4"),
+        ("zero3", "4"),
+        ("tp", "4"),
+        ("fsdp+tp", "2x2"),
+        pytest.param("auto", "4", marks=pytest.mark.slow),
+        ("auto", "2x2"),
+    ],
 )
 def test_mixtures_equal_the_single_device(kind: str, strategy: str, mesh: str) -> None:
     batch = {"input_ids": tokens(), "labels": tokens()}

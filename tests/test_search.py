@@ -434,7 +434,7 @@ def test_where_the_reserve_alone_is_over_the_budget_the_error_says_that_nothing_
 def test_blocks_that_are_alike_differ_where_the_budget_is_tight() -> None:
     compiler, joint = gpt("4 cpu", layers=3)
     kinds = set()
-    for budget in ladder(compiler, joint, 14):
+    for budget in ladder(compiler, joint, 9):
         plan = plan_under(compiler, joint, budget)
         blocks = [(plan.recompute.get(f"blocks.{i}"), plan.storage[f"blocks.{i}.up.weight"]) for i in range(3)]
         kinds.add(len(set(blocks)))
