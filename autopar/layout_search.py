@@ -91,6 +91,7 @@ class LayoutSearch:
         modes = MODES if len(self.layout.storage_axes) > 1 else MODES[:-1]  # along one axis, that is all of them
         options = (option for option in OPTIONS if option.mode in modes)
         self.choosable = tuple(o for o in options if trains or (o.level is None and o.mode != "kept"))
+        self._known_shares: dict[Option, dict[str, _Share]] = {}
         self._problems: dict[tuple[Option, ...], tuple[list[list[_Member]], Problem]] = {}
         self.regions = find_regions(self.joint)
         self.part_of = {region: region for region in self.regions}
@@ -212,7 +213,11 @@ class LayoutSearch:
 
     def _shares(self, option: Option) -> dict[str, _Share]:
         """Each part's share of the step, or one unit's of those that it stands for, when all take one option."""
-        simulation = self.simulate(option)
+        if option not in self._known_shares:
+            self._known_shares[option] = self._shares_in(self.simulate(option))
+        return self._known_shares[option]
+
+    def _shares_in(self, simulation: Simulation) -> dict[str, _Share]:
         rest, saved, grads = (dict.fromkeys(self.parts, 0.0) for _ in range(3))
         for live in simulation.live_after_forward:
             part = self._part(live.module)

@@ -193,13 +193,13 @@ def _in_backward(program: LocalProgram, totals: Mapping[str, int]) -> tuple[tupl
 
 def _owners(program: LocalProgram, copies: Copies, shares: Shares) -> dict[str, dict[str, float]]:
     """Of a buffer in which several modules have a part, by the step that makes it, whose part is how much."""
-    graphs = zip(("forward", "backward"), program.graphs, strict=False)
-    return {
-        f"{name}:{node.name}": {m: share * copies.number(m) / copies.weight(parts) for m, share in parts.items()}
-        for name, graph in graphs
-        for node in graph.module.graph.nodes
-        if (parts := shares.get(node))
-    }
+    owners: dict[str, dict[str, float]] = {}
+    for name, graph in zip(("forward", "backward"), program.graphs, strict=False):
+        for node in graph.module.graph.nodes:
+            if parts := shares.get(node):
+                total = copies.weight(parts)
+                owners[f"{name}:{node.name}"] = {m: share * copies.number(m) / total for m, share in parts.items()}
+    return owners
 
 
 def _by_module(
