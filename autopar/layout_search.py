@@ -14,8 +14,9 @@ from autopar.cost_model.simulate import Simulation
 from autopar.graph import JointGraph
 from autopar.layouts import MODES, Layout, storages
 from autopar.plan import RECOMPUTE_LEVELS, Plan
+from autopar.problem import Choice, OptionCost, Problem, peak, step_time
 from autopar.regions import find_regions, inner_modules, region_of
-from autopar.solver import Choice, OptionCost, Problem, enumerated, peak, smallest, solve, step_time
+from autopar.solver import enumerated, smallest, solve
 from autopar.whole_plan import Split, StandIns, even_splits, stand_ins
 
 
@@ -36,9 +37,6 @@ Price = Callable[[Plan, tuple[Split, ...]], Simulation]
 
 NUM_LIMITS = 24
 """Memory limits between the smallest and the largest peak of a layout for which the solve is made."""
-
-MAX_CHOICES = 400
-"""Up to so many choices in a layout are all looked at."""
 
 SLACK = 0.02
 """By how much an estimated time may be off."""
@@ -373,7 +371,7 @@ def _worth_trying(problem: Problem, limit: float) -> Iterator[Choice]:
     some budget, as far as estimates can tell; else the solutions for a row of limits, which is the same for each
     `limit`."""
     choices = enumerated(problem)
-    if choices is not None and len(choices.peak) <= MAX_CHOICES:
+    if choices is not None and choices.is_complete:
         found = [i for i in choices.worth_trying(SLACK) if choices.peak[i] <= limit]
         yield from (choices.choice(i) for i in sorted(found, key=lambda i: float(choices.time_s[i])))
         return

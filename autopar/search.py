@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.cost_model.simulate import Simulation
@@ -169,7 +169,7 @@ class Search:
     def _worth_searching(self) -> list[LayoutSearch]:
         """The layouts whose options are searched, the fastest first."""
         worth = self._bases if self._is_small else _unbeaten(self._bases)
-        by_time = sorted(worth, key=lambda s: s.simulate(BASE).step_time_s)
+        by_time = sorted(worth, key=lambda s: _least_s(s) if self._is_small else s.simulate(BASE).step_time_s)
         by_memory = sorted(
             worth, key=lambda s: min(_first_bytes(s), _least_bytes(s)) if self._is_small else _first_bytes(s)
         )
@@ -192,6 +192,11 @@ class Search:
 
 def _smallest_peak(priced: Iterable[Priced]) -> int:
     return min(p.simulation.memory.total for p in priced)
+
+
+def _least_s(search: LayoutSearch) -> float:
+    """What a layout takes at least, about: where parameters travel slowly, it is as they rest whole."""
+    return min(search.simulate(option).step_time_s for option in (BASE, replace(BASE, mode="whole")))
 
 
 def _first_bytes(search: LayoutSearch) -> int:
