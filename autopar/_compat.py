@@ -430,11 +430,13 @@ def as_captured(mode: FakeTensorMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _corrected() -> Iterator[None]:
-    """Take ops apart by `CORRECTIONS` where PyTorch's own way of taking them apart gives other numbers than they do."""
+    """Take ops apart by `CORRECTIONS` where PyTorch's own way of taking them apart gives other numbers than they do, or
+    reads values."""
     before = {op: dict(op.py_kernels) for op in CORRECTIONS}
+    in_cpp = torch._C.DispatchKey.CompositeImplicitAutograd  # who has no kernel in Python is taken apart there
     try:
         for op, definition in CORRECTIONS.items():
-            _set_python_kernels(op, dict.fromkeys(before[op], definition))
+            _set_python_kernels(op, dict.fromkeys(before[op] or [in_cpp], definition))
         yield
     finally:
         for op, kernels in before.items():
@@ -442,6 +444,7 @@ def _corrected() -> Iterator[None]:
 
 
 def _set_python_kernels(op: OpOverload, kernels: Mapping[Any, Callable[..., Any]]) -> None:
+    op.py_kernels.clear()
     op.py_kernels.update(kernels)
     op._dispatch_cache.clear()
 

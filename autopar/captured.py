@@ -114,8 +114,8 @@ def _refuse_effects(graph: fx.Graph) -> None:
         if str(node.target) == "with_effects":
             raise TraceError(
                 f"module {traced_module(node) or '(root)'} calls {node.args[1]}, which acts by something else than its "
-                "result, so that it can be neither moved nor repeated: leave it out. What checks for errors has a form "
-                "that does not, such as torch.linalg.inv_ex(x).inverse for torch.linalg.inv(x), or solve_ex for solve"
+                "result, so that it can be neither moved nor repeated: put it under "
+                "`if not torch.compiler.is_compiling():`"
             )
 
 

@@ -1,7 +1,12 @@
-"""Ops that PyTorch takes apart while a model is traced into others that do not give the op's numbers, defined anew."""
+"""Ops defined anew that PyTorch takes apart, while a model is traced, into others that do not give the op's numbers, or
+that read values to check them.
+
+A value that the op itself refuses (a singular matrix, a negative weight) gives NaN, on every rank in the same step.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +44,96 @@ def _multilabel_margin_loss(self: Tensor, target: Tensor, reduction: int) -> tup
     return loss, is_label.to(self.dtype).reshape(target.shape)
 
 
+def _valid(is_valid: Tensor, result: Tensor, num_dims: int = 0) -> Tensor:
+    """`result` where a condition holds for all of its last `num_dims` dims; NaN elsewhere, also in gradients."""
+    counts = is_valid.to(result.dtype)
+    factor = counts / counts  # no constant NaN, which a search for the first NaN would take for it
+    return result * factor.reshape(*factor.shape, *[1] * num_dims)
+
+
+def _inverse(A: Tensor) -> Tensor:  # noqa: N803  (PyTorch's name for it)
+    """`aten.linalg_inv`: (…, n, n)."""
+    inverse, info = torch.linalg.inv_ex(A)
+    return _valid(info == 0, inverse, 2)
+
+
+def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:  # noqa: N803
+    """`aten.linalg_solve`: (…, n, n) and right-hand sides (…, n, k); or (…, n), one for each matrix, or (n,)."""
+    is_vector = B.ndim == 1 or B.shape == A.shape[:-1]
+    if not is_vector:  # of one batch, so that a cut of it cuts both
+        batch = torch.broadcast_shapes(A.shape[:-2], B.shape[:-2])  # type: ignore[no-untyped-call]
+        A, B = A.expand(*batch, *A.shape[-2:]), B.expand(*batch, *B.shape[-2:])  # noqa: N806
+    result, info = torch.linalg.solve_ex(A, B, left=left)
+    return _valid(info == 0, result, 1 if is_vector else 2)
+
+
+def _cholesky(self: Tensor, *, upper: bool = False) -> Tensor:
+    """`aten.linalg_cholesky`: (…, n, n)."""
+    factor, info = torch.linalg.cholesky_ex(self, upper=upper)
+    return _valid(info == 0, factor, 2)
+
+
+def _lu_factor(A: Tensor, *, pivot: bool = True) -> tuple[Tensor, Tensor]:  # noqa: N803
+    """`aten.linalg_lu_factor`: (…, m, n), and the rows that were exchanged, (…, min(m, n))."""
+    factors, pivots, info = torch.linalg.lu_factor_ex(A, pivot=pivot)
+    return _valid(info == 0, factors, 2), pivots
+
+
+def _ldl_factor(self: Tensor, *, hermitian: bool = False) -> tuple[Tensor, Tensor]:
+    """`aten.linalg_ldl_factor`: (…, n, n), and the rows that were exchanged, (…, n)."""
+    factors, pivots, info = torch.linalg.ldl_factor_ex(self, hermitian=hermitian)
+    return _valid(info == 0, factors, 2), pivots
+
+
+def _tensor_inverse(self: Tensor, ind: int = 2) -> Tensor:
+    """`aten.linalg_tensorinv`: the inverse of the matrix whose rows are the first `ind` dims."""
+    rows, columns = self.shape[:ind], self.shape[ind:]
+    if ind <= 0 or math.prod(rows) != math.prod(columns):
+        raise ValueError(f"tensorinv(): a tensor of shape {tuple(self.shape)} is no square matrix with ind={ind}")
+    inverse: Tensor = torch.linalg.inv(self.reshape(math.prod(rows), -1))
+    return inverse.reshape(*columns, *rows)
+
+
+def _cov(
+    self: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """`aten.cov` of (variables, observations) or (observations,), which `aten.corrcoef` calls too."""
+    rows = self if self.ndim == 2 else self.reshape(1, -1)
+    weights = _observation_weights(rows, fweights, aweights)
+    if weights is None:
+        count = torch.full((), float(rows.shape[1]), dtype=rows.real.dtype, device=rows.device)
+        centred = rows - rows.sum(1, keepdim=True) / count
+        weighted, freedom = centred, count - correction
+    else:
+        count = weights.sum()
+        centred = rows - (rows * weights).sum(1, keepdim=True) / count
+        weighted, freedom = centred * weights, count - correction
+        if aweights is not None and correction != 0:
+            freedom = count - correction * (weights * aweights).sum() / count
+    products = centred @ weighted.t().conj()
+    return (products / freedom.clamp_min(0)).squeeze()
+
+
+def _observation_weights(rows: Tensor, fweights: Tensor | None, aweights: Tensor | None) -> Tensor | None:
+    """How often each observation counts, (observations,)."""
+    weights = None
+    for given, kind in ((fweights, "fweights"), (aweights, "aweights")):
+        if given is None:
+            continue
+        if given.ndim > 1 or given.numel() != rows.shape[1]:
+            raise ValueError(f"cov(): {kind} of shape {tuple(given.shape)} for {rows.shape[1]} observations")
+        valid = _valid(given >= 0, given.to(rows.real.dtype))
+        weights = valid if weights is None else weights * valid
+    return weights
+
+
 CORRECTIONS: dict[Any, Callable[..., Any]] = {
+    aten.cov.default: _cov,
+    aten.linalg_cholesky.default: _cholesky,
+    aten.linalg_inv.default: _inverse,
+    aten.linalg_ldl_factor.default: _ldl_factor,
+    aten.linalg_lu_factor.default: _lu_factor,
+    aten.linalg_solve.default: _solve,
+    aten.linalg_tensorinv.default: _tensor_inverse,
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
 }

@@ -13,12 +13,14 @@ aten = torch.ops.aten
 
 
 @derives(
+    aten.cholesky_inverse.default,
     aten.linalg_cholesky_ex.default,
     aten.linalg_eigh.default,
     aten.linalg_householder_product.default,
     aten.linalg_inv_ex.default,
     aten.linalg_lu.default,
     aten.linalg_lu_factor_ex.default,
+    aten.linalg_lu_solve.default,
     aten.linalg_matrix_exp.default,
     aten.linalg_qr.default,
     aten.linalg_slogdet.default,
@@ -28,21 +30,30 @@ aten = torch.ops.aten
     aten._linalg_slogdet.default,
     aten._linalg_solve_ex.default,
     aten._linalg_svd.default,
+    aten.lu_unpack.default,
 )
 def of_matrices(call: Call) -> OpRule:
     """Linear algebra of whole matrices: the dims in front of them may be cut, where all tensors have the same."""
     batch = call.shape(call.named[0][0])[:-2]
     given = [node.meta["val"].shape for _, node in call.named]
-    made = [value.shape for value in call.outputs if isinstance(value, torch.Tensor)]
-    if any(tuple(shape[: len(batch)]) != batch for shape in (*given, *made)):
+    made = [value.shape if isinstance(value, torch.Tensor) else None for value in call.outputs]
+    if any(tuple(shape[: len(batch)]) != batch for shape in (*given, *made) if shape not in (None, _NOTHING)):
         return opaque(call)
     lead = tuple((f,) for f in names(len(batch)))
 
     def dims(shape: Any) -> Dims:
-        return (*lead, *(() for _ in range(len(shape) - len(batch))))
+        return ((),) if shape == _NOTHING else (*lead, *(() for _ in range(len(shape) - len(batch))))
 
     inputs: dict[str, Dims | list[Dims]] = {name: dims(node.meta["val"].shape) for name, node in call.named}
-    return build(call, inputs, [dims(v.shape) if isinstance(v, torch.Tensor) else () for v in call.outputs])
+    even = names(len(batch)) if call.op in _OF_FACTORS else []
+    return build(call, inputs, [() if shape is None else dims(shape) for shape in made], even=even)
+
+
+_NOTHING = torch.Size([0])
+"""The shape of an output that was not asked for."""
+
+_OF_FACTORS = {aten.cholesky_inverse.default, aten.linalg_lu_solve.default, aten.lu_unpack.default}
+"""Refuse padding: zeros are no rows that were exchanged, and no factor of an invertible matrix."""
 
 
 @derives(aten._cdist_forward.default)

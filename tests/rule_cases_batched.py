@@ -13,12 +13,15 @@ def lengths(*each: int) -> torch.Tensor:
 
 
 BATCHED: list[Case] = [
+    case(aten.cholesky_inverse.default, f(6, 3, 3)),
     case(aten.linalg_cholesky_ex.default, f(6, 3, 3)),
     case(aten.linalg_eigh.default, f(6, 3, 3)),
     case(aten.linalg_householder_product.default, f(2, 3, 5, 4), f(2, 3, 4)),
     case(aten.linalg_inv_ex.default, f(6, 3, 3)),
     case(aten.linalg_lu.default, f(6, 4, 3)),
     case(aten.linalg_lu_factor_ex.default, f(6, 3, 3)),
+    case(aten.linalg_lu_solve.default, f(6, 3, 3), torch.tensor([[1, 2, 3], [3, 2, 3]] * 3).int(), f(6, 3, 2)),
+    whole(aten.linalg_lu_solve.default, f(3, 3), torch.tensor([1, 2, 3]).int(), f(6, 3, 2)),
     case(aten.linalg_matrix_exp.default, f(6, 3, 3)),
     case(aten.linalg_qr.default, f(6, 4, 3)),
     case(aten.linalg_slogdet.default, f(6, 3, 3)),
@@ -29,6 +32,8 @@ BATCHED: list[Case] = [
     case(aten._linalg_slogdet.default, f(6, 3, 3)),
     case(aten._linalg_solve_ex.default, f(6, 3, 3), f(6, 3, 2)),
     case(aten._linalg_svd.default, f(6, 4, 3)),
+    case(aten.lu_unpack.default, f(6, 3, 3), torch.tensor([[1, 2, 3], [3, 2, 3]] * 3).int()),
+    case(aten.lu_unpack.default, f(6, 3, 3), torch.tensor([[1, 2, 3], [3, 2, 3]] * 3).int(), True, False),
     case(aten._cdist_forward.default, f(6, 4, 3), f(6, 12, 3), 2.0, None),
     whole(aten._cdist_forward.default, f(6, 4, 3), f(1, 12, 3), 2.0, None),
     case(aten._cdist_backward.default, f(6, 4, 12), f(6, 4, 3), f(6, 12, 3), 2.0, f(6, 4, 12)),
