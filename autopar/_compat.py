@@ -114,6 +114,7 @@ __all__ = [
     "is_custom_function",
     "is_dense_fake",
     "is_plain_fake",
+    "is_value_missing",
     "job_store",
     "lists_by_items",
     "load_tracer",
@@ -560,6 +561,11 @@ def value_read(error: BaseException) -> tuple[str, str] | None:
     if isinstance(error, TypeError) and ("FunctionalTensor" in text or "FakeTensor" in text):
         return ("text" if "__format__" in text else "number"), ""
     return None
+
+
+def is_value_missing(error: BaseException) -> bool:
+    """Whether an op raised an error because a value that it reads is not there while a model is traced."""
+    return isinstance(error, DataDependentOutputException)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,9 @@ _READS = {
     torch.Tensor.__index__, torch.Tensor.__int__, torch.Tensor.allclose, torch.Tensor.equal, torch.Tensor.is_nonzero,
     torch.Tensor.item, torch.Tensor.tolist, torch.allclose, torch.equal, torch.is_nonzero,
 }  # fmt: skip
+_OTHER_READS = {
+    torch.Tensor.__array__, torch.Tensor.__complex__, torch.Tensor.__iter__, torch.Tensor.__repr__, torch.Tensor.numpy,
+}  # fmt: skip
 
 
 class KnownValues(TorchFunctionMode):
@@ -108,6 +111,11 @@ class KnownValues(TorchFunctionMode):
         written = {self._values[t].untyped_storage().data_ptr() for t in changed if t in self._values}
         for tensor in [t for t, v in self._values.items() if v.untyped_storage().data_ptr() in written]:
             del self._values[tensor]
+
+
+def reads_values(func: Any) -> bool:
+    """Whether a function is one by which Python code looks at a tensor's values."""
+    return func in _READS or func in _OTHER_READS
 
 
 def _changes(func: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._compat import FakeTensorMode, KnownOps, capture_joint, new_fake_mode
+from autopar._compat import FakeTensorMode, KnownOps, capture_joint, new_fake_mode, value_read
 from autopar.captured import Captured, captured_by_aot, has_symbol, joint_graph
 from autopar.errors import AutoparError, InputError, TraceError
 from autopar.flat_module import FlatModule
@@ -35,7 +35,7 @@ from autopar.signature import (
     find_batch_dims,
     flatten_inputs,
 )
-from autopar.trace_errors import trace_error
+from autopar.trace_errors import reads_itself, trace_error
 from autopar.unfold import check_unfolds, whole_names
 
 _LOGGER = logging.getLogger(__name__)
@@ -126,13 +126,26 @@ class _Call:
 
     def _captured(self, state: ModelState) -> JointGraph:
         """The same by AOTAutograd, of any model."""
-        captured, flat = self._capture(state, allow_value_reads=True)
+        try:
+            captured, flat = self._capture(state, allow_value_reads=True)
+        except TraceError as error:
+            if error.__cause__ is not None and value_read(error.__cause__):
+                self._refuse_reading_op(state)
+            raise
         joint = joint_graph(captured_by_aot(captured, flat), flat, self.batch_dims)
         if any(has_symbol(node.meta.get("val")) for node in joint.module.graph.nodes):
             # Values of tensors became symbols.  Trace again with such reads forbidden, only to learn where they are.
             self._capture(state, allow_value_reads=False)
             raise TraceError("the model's shapes or scalars depend on the values of tensors, so it is no single graph")
         return joint
+
+    def _refuse_reading_op(self, state: ModelState) -> None:
+        """Raise where a function of PyTorch's reads a value: what fails is only what it does with the value then."""
+        try:
+            self._capture(state, allow_value_reads=False)
+        except TraceError as error:
+            if error.__cause__ is not None and reads_itself(error.__cause__):
+                raise
 
     def _written(
         self, state: ModelState, numbers: dict[Hashable, int], known: KnownResults
@@ -160,9 +173,14 @@ class _Call:
         except AutoparError:
             raise
         except Exception as error:  # whatever the model raises, reported with its place
-            raise trace_error(error, state.paths, self.dtype) from error
+            raise trace_error(error, state.paths, self.dtype, self._all_rows()) from error
         finally:
             state.restore()
+
+    def _all_rows(self) -> dict[str, Sequence[int]]:
+        """The shapes that inputs are traced with, by path, if the rows of several ranks are put together."""
+        is_one_rank = all(tuple(t.shape) == tuple(s) for t, s in zip(self.tensors, self.shapes, strict=True))
+        return {} if is_one_rank else dict(zip(self.signature.paths, self.shapes, strict=True))
 
     def _fakes(self, state: ModelState, mode: FakeTensorMode) -> tuple[torch.Tensor, ...]:
         with mode:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import linecache
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
+from torch.overrides import resolve_name
 
-from autopar._compat import value_read
+from autopar._compat import is_value_missing, value_read
 from autopar.errors import TraceError
+from autopar.known_values import KnownValues, reads_values
 
 
-def trace_error(error: Exception, paths: Mapping[int, str], dtype: torch.dtype | None) -> TraceError:
+def trace_error(
+    error: Exception, paths: Mapping[int, str], dtype: torch.dtype | None, all_rows: Mapping[str, Sequence[int]]
+) -> TraceError:
     """Where in the model an exception came from, why, and what to do about it.
 
     Args:
         error: what tracing raised.
         paths: module path by id of the module.
         dtype: what the model computes in, if not in its tensors' dtypes.
+        all_rows: the inputs' shapes with the rows of all ranks, by path; empty if there is but one.
     """
     frames = list(_frames(error))
     active = [paths[id(f.f_locals.get("self"))] for f, _ in frames if id(f.f_locals.get("self")) in paths]
@@ -34,6 +40,9 @@ def trace_error(error: Exception, paths: Mapping[int, str], dtype: torch.dtype |
     reason = str(error).strip().partition("\n")[0].rstrip(".")
     if (read := value_read(error)) is not None:
         kind, op = read
+        if reads_itself(error):
+            function = _functions(error)[-1]
+            kind, op = "op", resolve_name(function) or getattr(function, "__name__", repr(function))
         what, way_out = _READS[kind]
         if places and "site-packages" in places[-1][0].f_code.co_filename:
             way_out = f"{_IN_LIBRARY}. In code of your own: {way_out[0].lower()}{way_out[1:]}"
@@ -46,11 +55,26 @@ def trace_error(error: Exception, paths: Mapping[int, str], dtype: torch.dtype |
         f" Parameters are used as {dtype} here, while buffers and what is computed from them stay as they are: cast one"
         " to the other where they meet (x.to(y.dtype))."
     )
+    shapes = ", ".join(f"{path} {list(shape)}" for path, shape in all_rows.items())
     return TraceError(
         f"cannot trace the model to one graph: {module}{place} raised {type(error).__name__}: {reason}."
+        f"{f' The rows of all ranks are traced together: {shapes}.' if all_rows else ''}"
         f"{mixed if dtype else ''}"
         " If the model runs eagerly on the same inputs, it does something there that fake tensors cannot"
     )
+
+
+def reads_itself(error: BaseException) -> bool:
+    """Whether it is a function of PyTorch's that looked at the values which made a trace fail, and not the code that
+    called it, and that reading raised the error, not what was done with what was read."""
+    functions = _functions(error)
+    return is_value_missing(error) and bool(functions) and not reads_values(functions[-1])
+
+
+def _functions(error: BaseException) -> list[Any]:
+    """The functions of PyTorch's that were being called where an exception was raised, outermost first."""
+    code = KnownValues.__torch_function__.__code__
+    return [frame.f_locals["func"] for frame, _ in _frames(error) if frame.f_code is code]
 
 
 _IN_LIBRARY = (
@@ -68,6 +92,11 @@ _READS = {
         "a Python number is made of one, as .item(), .tolist(), int(), range() and sizes do",
         "Keep it a tensor: multiply by it, index by it, or loop to a fixed bound and mask what is beyond"
         " (torch.arange(bound) < n)",
+    ),
+    "op": (
+        "{op} reads them itself",
+        "Give it what it looks for (one_hot its num_classes), use a function that takes a tensor where this one takes a"
+        " number, or write it in sums, products and torch.where",
     ),
     "shape": (
         "they say how many elements {op} gives, as a mask does when it is an index",

@@ -640,6 +640,18 @@ def talks(linear: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
+def counts_classes(linear: nn.Module, x: Tensor) -> Tensor:
+    return linear(x).sum() * nn.functional.one_hot((x > 0).long())  # classes
+
+
+def splits(linear: nn.Module, x: Tensor) -> Tensor:
+    return torch.tensor_split(linear(x), x[0].long())[0]  # split
+
+
+def fills(linear: nn.Module, x: Tensor) -> Tensor:
+    return linear(x) * torch.full((4,), x.detach().sum())  # type: ignore[arg-type]  # fill
+
+
 class Reader(nn.Module):
     def __init__(self, read: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -658,6 +670,9 @@ class Reader(nn.Module):
         (selects_rows, "rows", "how many elements aten.nonzero gives", "the weight 0"),
         (leaves_for_numpy, "numpy", "numpy reads them", "the function of torch"),
         (talks, "talk", "they are written out", "if not torch.compiler.is_compiling():"),
+        (counts_classes, "classes", ": torch.nn.functional.one_hot reads them itself", "one_hot its num_classes"),
+        (splits, "split", ": torch.tensor_split reads them itself", "a function that takes a tensor"),
+        (fills, "fill", ": torch.full reads them itself", "a function that takes a tensor"),
     ],
 )
 def test_each_way_of_reading_values_is_told_what_to_do(
@@ -806,6 +821,8 @@ def test_any_other_failure_names_module_and_line() -> None:
     with pytest.raises(TraceError, match=message) as caught:
         trace(nn.Sequential(Wrong()), (torch.ones(2, 4),), {})
     assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(TraceError, match=r"The rows of all ranks are traced together: 0 \[8, 3\], 1 \[4, 3\]\. "):
+        trace(Adds(), (torch.ones(2, 3), torch.ones(4, 3)), {}, num_ranks=4)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -815,6 +832,11 @@ def test_lazy_and_scripted_modules_are_refused() -> None:
     scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(TraceError, match="module 0 is TorchScript"):
         trace(nn.Sequential(scripted), (torch.ones(2, 4),), {})
+
+
+class Adds(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
 
 
 class Alters(nn.Module):
