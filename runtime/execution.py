@@ -53,7 +53,7 @@ def bind_graph(
 ) -> Boxed:
     """Compile a graph to Python, with each collective's axis name replaced by the name of its process group.
 
-    The function raises a `CollectiveError` where a collective fails.
+    The function raises a `CollectiveError` where a collective fails, and says of another error which op raised it.
     """
     bound = fx.Graph()
     bound.output(bound.graph_copy(module.graph, {}))
@@ -69,8 +69,8 @@ def bind_graph(
     def run(values: list[Any]) -> Sequence[Any]:
         try:
             return compiled(values)
-        except RuntimeError as error:
-            told = blame(error, known, device_mesh.get_rank(), watch)
+        except Exception as error:
+            told = blame(error, bound, known, device_mesh.get_rank(), watch)
             if told is error:
                 raise
             raise told from error

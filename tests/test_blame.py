@@ -33,7 +33,7 @@ def test_the_others_name_the_collective_that_they_waited_in() -> None:
         waited, failed = pool.run(one_fails)
     finally:
         pool.close()
-    assert failed.startswith("IndexError: index out of range")
+    assert failed.startswith("IndexError: index out of range in self (on rank 1, in aten.embedding.default, of module ")
     assert waited.startswith("CollectiveError: rank 0 waited in vain in ")
     assert "along mesh axis 'dp', of module " in waited
     assert "in the forward pass (" in waited
@@ -41,13 +41,16 @@ def test_the_others_name_the_collective_that_they_waited_in() -> None:
     assert "resume from the last checkpoint" in waited
 
 
-def test_other_errors_are_left_alone() -> None:
+def test_other_errors_say_which_op_of_which_module_raised_them() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    graph.output(graph.call_function(torch.mm, (x, x)))
+    product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    product.meta = {"module": "layers.3", "backward": True}
+    graph.output(product)
     module = fx.GraphModule(torch.nn.Module(), graph)
     assert places(graph) == {}
     with pytest.raises(RuntimeError) as caught:
         module.forward(torch.ones(2))
-    assert blame(caught.value, {"all_reduce": "…"}, 0) is caught.value
-    assert isinstance(blame(caught.value, {"mm": "the product"}, 3), autopar.CollectiveError)
+    assert isinstance(blame(caught.value, graph, {"mm_default": "the product"}, 3), autopar.CollectiveError)
+    assert blame(caught.value, graph, {"all_reduce": "…"}, 3) is caught.value
+    assert str(caught.value).endswith(" (on rank 3, in aten.mm.default, of module layers.3 in the backward pass)")

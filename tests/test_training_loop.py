@@ -50,6 +50,10 @@ def ragged() -> None:
         pm(ids.double(), targets)
     with pytest.raises(autopar.InputError, match="unexpected keyword argument 'labels'"):
         pm(ids, labels=targets)
+    with pytest.raises(
+        IndexError, match=r"\(on rank [01], in aten\.embedding\.default, of module tokens in the forward"
+    ):
+        pm(ids + 99, targets)
     ids, targets = token_batch(4)
     close(pm(*mine(ids, targets))["loss"], reference(ids, targets)["loss"])  # none of these did harm
 
@@ -256,6 +260,8 @@ def misused() -> None:
     pm(torch.ones(2, 12)).sum().backward()
     with pytest.raises(autopar.InputError, match=r"holds parameter 'up.weight' as it was before autopar.parallelize"):
         early.step()
+    with pytest.raises(RuntimeError, match=r"mixed torch\\.Tensor and DTensor"):
+        model(torch.ones(2, 12))
     torch.optim.SGD(pm.parameters(), lr=0.1).step()
     with pytest.raises(autopar.InputError, match=r"cannot be pickled: .* autopar.save_checkpoint"):
         pickle.dumps(pm)
