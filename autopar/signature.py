@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -74,7 +75,7 @@ def call_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ca
 
     Raises:
         InputError: if two tensors of the call have the same path (a container's key holds a dot), a tensor is not
-            dense, or an argument holds tensors where they cannot be seen.
+            dense, or an argument is an array of numpy or holds tensors where they cannot be seen.
     """
     keyed_leaves, tree = tree_flatten_with_path((tuple(args), dict(kwargs)))
     paths: list[str] = []
@@ -106,7 +107,9 @@ def undivided_kind(tensor: torch.Tensor) -> str:
 
 
 def _refuse_hidden_tensors(path: str, leaf: object) -> None:
-    """An object that PyTorch cannot flatten, but that holds tensors, would become a constant of the graph."""
+    """An array of numpy, or an object that holds tensors and that PyTorch cannot flatten, would become a constant."""
+    if isinstance(leaf, np.ndarray):
+        raise InputError(f"input {path} is an array of numpy: pass a tensor, torch.from_numpy({path})")
     held = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
     if not isinstance(leaf, (type, torch.nn.Module)) and any(isinstance(value, torch.Tensor) for value in held):
         raise InputError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -355,6 +356,13 @@ def test_a_call_that_does_not_fit_the_module_is_refused(args: Any, kwargs: Any, 
 
     with pytest.raises(InputError, match=message):
         trace(Scaled(), args, kwargs)
+
+
+def test_an_array_of_numpy_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"input ids\.1 is an array of numpy: pass a tensor, torch\.from_numpy\(ids\.1\)"
+    ):
+        trace(nn.Linear(3, 3), (), {"ids": [torch.ones(2, 3), np.ones((2, 3))]})
 
 
 def test_a_call_that_a_hook_makes_fit_is_traced() -> None:
