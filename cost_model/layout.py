@@ -10,13 +10,14 @@ call is kept for every call of the same op on the same layouts (`Known`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from autopar._compat import OpOverload, shares_storage
 from autopar.graph import InputKind, OutputKind
@@ -52,12 +53,13 @@ class Layouts(dict[fx.Node, Any]):
 
     def keep(self, node: fx.Node, name: Hashable, work: Callable[[fx.Node], Fact]) -> Fact:
         """What `work` gives for a call, which must depend on the op, its arguments and their layouts alone."""
-        known = self.known.get(node)
-        if known is None:
+        known = self.known
+        if node not in known:
             return work(node)
-        if name not in known.facts:
-            known.facts[name] = work(node)
-        found: Fact = known.facts[name]
+        facts = known[node].facts
+        if name not in facts:
+            facts[name] = work(node)
+        found: Fact = facts[name]
         return found
 
 
@@ -109,11 +111,12 @@ def _known(node: fx.Node, layouts: Layouts) -> Known:
     """What is known of a call: what was found out of an earlier one that is like it, if there was one."""
     inputs = node.all_input_nodes
     operands = (*[layouts[n] for n in inputs], node.meta.get("val"))
-    while len(_PLACES) < len(inputs):
-        _PLACES.append(object())
-    places = dict(zip(inputs, _PLACES, strict=False))
+    places = dict(zip(inputs, _places(len(inputs)), strict=True))
     # What lies alike is one object (see `_shared`), and so are values of one shape and dtype.
-    key = (id(node.target), *map(_identity, operands), _frozen(node.args, places), _frozen(node.kwargs, places))
+    lie = [_identity(value) if type(value) is tuple else id(value) for value in operands]
+    kwargs = node.kwargs
+    named = _frozen_part(kwargs, places) if kwargs else ()
+    key = (id(node.target), *lie, *_frozen(node.args, places), named)
     known = _KNOWN.get(key)
     if known is None:
         if len(_KNOWN) >= _MAX_KNOWN:
@@ -141,22 +144,27 @@ def _identity(value: Any) -> Hashable:
     return tuple(map(_identity, value)) if isinstance(value, tuple) else id(value)
 
 
-_PLACES: list[Hashable] = []
-"""What stands in a key for a call's first operand, its second, and so on."""
+@cache
+def _places(number: int) -> tuple[object, ...]:
+    """What stands in a key for a call's first operand, its second, and so on."""
+    return tuple(object() for _ in range(number))
 
 
-def _frozen(argument: Any, places: Mapping[fx.Node, Hashable]) -> Hashable:
-    """An argument as a key."""
-    if isinstance(argument, fx.Node):
-        return places[argument]
-    if isinstance(argument, (tuple, list)):
-        return tuple([_frozen(a, places) for a in argument])
+def _frozen(arguments: Iterable[Any], places: Mapping[Any, object]) -> tuple[Hashable, ...]:
+    """Arguments as a key."""
+    return tuple([_frozen_part(a, places) if type(a) in _CONTAINERS else places.get(a, a) for a in arguments])
+
+
+def _frozen_part(argument: Any, places: Mapping[Any, object]) -> Hashable:
+    """An argument that holds others as a key."""
     if isinstance(argument, dict):
-        return tuple([(name, _frozen(a, places)) for name, a in argument.items()])
+        return (*argument, *_frozen(argument.values(), places))
     if isinstance(argument, slice):
-        return ("slice", *[_frozen(a, places) for a in (argument.start, argument.stop, argument.step)])
-    frozen: Hashable = argument
-    return frozen
+        return ("slice", *_frozen((argument.start, argument.stop, argument.step), places))
+    return _frozen(argument, places)
+
+
+_CONTAINERS = {tuple, list, dict, slice, immutable_list, immutable_dict}
 
 
 def _result(node: fx.Node, layouts: Layouts) -> Any:
@@ -166,27 +174,26 @@ def _result(node: fx.Node, layouts: Layouts) -> Any:
         return _run(node, layouts) if is_number or target in _FUNCTIONS else _dense(value)
     if target is torch.ops._c10d_functional.wait_tensor.default:
         return layouts[node.all_input_nodes[0]]
-    if _is_pointwise(target):
-        return _like_operands(node, value, layouts)
-    if str(target._schema.name).startswith(_CHANNELS_KEEPING):
-        return _channels_like_operands(node, value, layouts)
-    return _run(node, layouts) if _keeps_strides(target) else _dense(value)
+    lay = _way(target)
+    return _dense(value) if lay is None else lay(node, layouts)
 
 
 @cache
-def _is_pointwise(op: OpOverload) -> bool:
-    return torch.Tag.pointwise in op.tags or op in _POINTWISE
-
-
-@cache
-def _keeps_strides(op: OpOverload) -> bool:
+def _way(op: OpOverload) -> Callable[[fx.Node, Layouts], Any] | None:
+    """How to find out how the results of an op lie; None if they are dense."""
     schema = op._schema
-    return any(r.alias_info for r in schema.returns) or str(schema.name).startswith(_STRIDE_KEEPING)
+    if torch.Tag.pointwise in op.tags or op in _POINTWISE:
+        return _like_operands
+    if str(schema.name).startswith(_CHANNELS_KEEPING):
+        return _channels_like_operands
+    is_view = any(r.alias_info for r in schema.returns)
+    return _run if is_view or str(schema.name).startswith(_STRIDE_KEEPING) else None
 
 
-def _like_operands(node: fx.Node, value: Any, layouts: Layouts) -> Any:
+def _like_operands(node: fx.Node, layouts: Layouts) -> Any:
     """A pointwise result lies as its first operand of the same shape that has no holes and no repeats; an op in place
     gives that operand itself."""
+    value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or node.kwargs.get("memory_format") not in (None, torch.preserve_format):
         return _dense(value)
     assert isinstance(node.target, OpOverload)
@@ -199,7 +206,7 @@ def _like_operands(node: fx.Node, value: Any, layouts: Layouts) -> Any:
     return _dense(value)
 
 
-def _channels_like_operands(node: fx.Node, value: Any, layouts: Layouts) -> Any:
+def _channels_like_operands(node: fx.Node, layouts: Layouts) -> Any:
     """Images and filters lie channels-last in the result if one does among the operands; all else is dense."""
     operands = (layouts[operand] for operand in node.all_input_nodes)
     last = any(
@@ -218,7 +225,7 @@ def _channels_like_operands(node: fx.Node, value: Any, layouts: Layouts) -> Any:
             return dense.to(memory_format=torch.channels_last)
         return dense
 
-    return lay(value)
+    return lay(node.meta.get("val"))
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, Union
@@ -31,7 +31,7 @@ from autopar.cost_model.layout import Layouts
 from autopar.cost_model.ops import aliased_input, tensor_bytes
 from autopar.cost_model.workspaces import workspace_bytes
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
-from autopar.program import LocalGraph, LocalProgram, collective_kind
+from autopar.program import LocalGraph, LocalProgram, collective_nodes
 
 PARAM, GRADIENT, OPTIMIZER, ACTIVATION, TEMPORARY = "params", "grads", "optimizer", "activations", "temporaries"
 """Kinds of blocks, by their names in `MemoryParts`."""
@@ -64,6 +64,7 @@ class Liveness:
         is_fused: whether chains of pointwise ops are one kernel, whose inner values take no memory.
         blocks: every block, in order of birth within a pass.
         steps: `pass:node` of every step.
+        num_forward: how many of the steps are of the forward pass, which come first.
     """
 
     layouts: Layouts
@@ -73,10 +74,12 @@ class Liveness:
     is_fused: bool = False
     blocks: list[Block] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
+    num_forward: int = 0
     _returned: list[Block] = field(default_factory=list)
     _in_flight: dict[fx.Node, tuple[Block, ...]] = field(default_factory=dict)
     _constants: dict[str, Blocks] = field(default_factory=dict)
     _parts: dict[fx.Node, FusedOp] = field(default_factory=dict)
+    _collectives: dict[fx.Node, str] = field(default_factory=dict)
     _replacing: list[tuple[Block, list[Block]]] = field(default_factory=list)
 
     @staticmethod
@@ -88,6 +91,7 @@ class Liveness:
         liveness = Liveness(layouts, device_kind, granularity, copies_reduce_scatter, is_fused)
         held: list[Blocks] = []
         saved = liveness._run_forward(program.forward, held)
+        liveness.num_forward = len(liveness.steps)
         if program.backward is not None:
             liveness._run_backward(program.backward, saved, held)
         for value in held:
@@ -100,7 +104,7 @@ class Liveness:
         and to the end, this one's are freed when they have been added to it, and the outputs of the one before are held
         until those of this one take their place."""
         last = len(self.steps) - 1
-        forward = max(i for i, step in enumerate(self.steps) if step.startswith("forward:"))
+        forward = self.num_forward - 1
         sums = [Block(b.num_bytes, 0, _ALWAYS, GRADIENT, b.module) for b in self.blocks if b.kind == GRADIENT]
         for block in self.blocks:
             if block.kind == GRADIENT:
@@ -121,17 +125,18 @@ class Liveness:
             live[kind] = np.cumsum(changes)[:num_steps]
         return live
 
-    def live_at(self, step: int, owners: Mapping[str, Mapping[str, float]]) -> Counter[tuple[str, str]]:
+    def live_at(self, step: int, owners: Mapping[str, Mapping[str, float]]) -> Mapping[tuple[str, str], int]:
         """Bytes alive in one step, by module and kind; a block that is made in a step of `owners` is theirs, by shares
         that sum to 1."""
-        live: Counter[tuple[str, str]] = Counter()
+        live: defaultdict[tuple[str, str], int] = defaultdict(int)
         for block in self.blocks:
             if not block.born <= step <= block.last:
                 continue
-            left = block.num_bytes
-            for module, share in owners.get(self.steps[block.born], {}).items():
-                live[module, block.kind] += (part := min(left, round(block.num_bytes * share)))
-                left -= part
+            left, made = block.num_bytes, self.steps[block.born]
+            if made in owners:
+                for module, share in owners[made].items():
+                    live[module, block.kind] += (part := min(left, round(block.num_bytes * share)))
+                    left -= part
             if left:
                 live[block.module, block.kind] += left
         return live
@@ -177,16 +182,17 @@ class Liveness:
     def _walk(self, graph: LocalGraph, name: str, values: dict[fx.Node, Blocks]) -> None:
         """Run the nodes of one graph; handing over its outputs is a step of its own."""
         self._parts = fuse(graph.module.graph, self.layouts) if self.is_fused else {}
-        for node in graph.module.graph.nodes:
-            if node.op == "placeholder":
-                continue
-            now = len(self.steps)
-            self.steps.append(f"{name}:{node.name}")
+        self._collectives = dict(collective_nodes(graph.module.graph))
+        nodes = [node for node in graph.module.graph.nodes if node.op != "placeholder"]
+        first = len(self.steps)
+        self.steps += [f"{name}:{node.name}" for node in nodes]
+        for now, node in enumerate(nodes, first):
             values[node] = self._run_node(node, now, values)
             for used in node.all_input_nodes:
                 value = values[used]
                 if type(value) is Block:  # nearly always
-                    value.last = max(value.last, now)
+                    if value.last < now:
+                        value.last = now
                 elif value is not None:
                     self._use(value, now)
                 if used in self._in_flight:
@@ -205,16 +211,15 @@ class Liveness:
             return self._constants[name]
         if workspace := workspace_bytes(node, self.layouts, self.device_kind):
             self._add(workspace, now, module)
-        kind = collective_kind(node)
-        if kind is not None and kind != "all_reduce":
-            self._in_flight[node] = self._busy_until_waited_for(node, kind, now, values)
+        if node in self._collectives and self._collectives[node] != "all_reduce":
+            self._in_flight[node] = self._busy_until_waited_for(node, self._collectives[node], now, values)
         base = aliased_input(node, self.layouts)
         if base is None:
             part = self._parts.get(node, _ALONE)
             if not part.is_stored:
                 return None
             made = self._allocate(node.meta.get("val"), module, TEMPORARY, now)
-            if isinstance(made, Block) and part.may_overwrite:
+            if part.may_overwrite and isinstance(made, Block):
                 self._replacing.append((made, [b for used in node.all_input_nodes for b in _flatten(values[used])]))
             return made
         shared = values[base]
@@ -244,7 +249,7 @@ class Liveness:
 
     def _allocate(self, value: object, module: str, kind: str = TEMPORARY, born: int | None = None) -> Blocks:
         if isinstance(value, torch.Tensor):
-            return self._add(tensor_bytes(value), len(self.steps) if born is None else born, module, kind)
+            return self._add(int(value.nbytes), len(self.steps) if born is None else born, module, kind)
         if isinstance(value, (tuple, list)):
             return tuple(self._allocate(v, module, kind, born) for v in value)
         return None

@@ -6,7 +6,7 @@ them to None, its default) before the forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,7 +160,7 @@ def memory_profile(
     reserves = fixed + (share * (live[ACTIVATION] + live[TEMPORARY])).astype(np.int64)
     totals = sum(live.values(), reserves)
     peak, last = int(totals.argmax()), len(totals) - 1
-    end = max((i for i, step in enumerate(liveness.steps) if step.startswith("forward:")), default=0)
+    end = max(0, liveness.num_forward - 1)
     timeline = tuple(zip(liveness.steps, totals.tolist(), strict=True))
     at_peak, after_forward, at_end = (
         _by_module(liveness, step, int(reserves[step]), owners) for step in (peak, end, last)
@@ -172,33 +172,31 @@ def memory_profile(
         at_peak,
         after_forward,
         at_end,
-        _in_backward(program, dict(timeline)),
+        _in_backward(program, totals.tolist()[liveness.num_forward :]),
     )
 
 
-def _in_backward(program: LocalProgram, totals: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """What belongs to a collective counts for the module that computes before it."""
+def _in_backward(program: LocalProgram, totals: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    """Given the bytes in each step from the backward pass on.  What belongs to a collective counts for the module that
+    computes before it."""
     found: list[tuple[str, int]] = []
-    for node in program.backward.module.graph.nodes if program.backward is not None else ():
-        total = totals.get(f"backward:{node.name}")
-        if total is None:
-            continue
-        module = found[-1][0] if moves_data(node) and found else node.meta.get("module", "")
-        if found and found[-1][0] == module:
-            found[-1] = (module, max(total, found[-1][1]))
-        else:
+    nodes = program.backward.module.graph.nodes if program.backward is not None else ()
+    for node, total in zip((node for node in nodes if node.op != "placeholder"), totals, strict=False):
+        module = found[-1][0] if found and moves_data(node) else node.meta.get("module", "")
+        if not found or found[-1][0] != module:
             found.append((module, total))
+        elif found[-1][1] < total:
+            found[-1] = (module, total)
     return tuple(found)
 
 
 def _owners(program: LocalProgram, copies: Copies, shares: Shares) -> dict[str, dict[str, float]]:
     """Of a buffer in which several modules have a part, by the step that makes it, whose part is how much."""
     owners: dict[str, dict[str, float]] = {}
-    for name, graph in zip(("forward", "backward"), program.graphs, strict=False):
-        for node in graph.module.graph.nodes:
-            if parts := shares.get(node):
-                total = copies.weight(parts)
-                owners[f"{name}:{node.name}"] = {m: share * copies.number(m) / total for m, share in parts.items()}
+    for node, parts in shares.items():
+        name = "forward" if node.graph is program.forward.module.graph else "backward"
+        total = copies.weight(parts)
+        owners[f"{name}:{node.name}"] = {m: share * copies.number(m) / total for m, share in parts.items()}
     return owners
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from autopar.program import COLLECTIVE_KINDS
 def tensor_bytes(value: object) -> int:
     """Bytes of a traced value: a tensor's elements, the sum over a tuple's, nothing for the rest."""
     if isinstance(value, torch.Tensor):
-        return int(value.numel()) * value.element_size()
+        return int(value.nbytes)
     return sum(tensor_bytes(v) for v in value) if isinstance(value, (tuple, list)) else 0
 
 
@@ -51,23 +52,32 @@ def _place_of(node: fx.Node, operand: fx.Node | None) -> int | None:
 
 
 def _aliased_input(node: fx.Node, layouts: Layouts | None) -> fx.Node | None:
-    name = op_name(node)
-    if name in _SHARING_OPS or node.target in _SHARING_FUNCTIONS:
+    target = node.target
+    if not isinstance(target, OpOverload):
+        base = _as_node(node.args[0]) if target in _SHARING_FUNCTIONS or target is pad_dim else None
+        if target is pad_dim:
+            return base if base is not None and _shape(base) == _shape(node) else None
         # What is taken from each part of a dim does not lie together.
-        return None if node.target is take_chunk and node.args[4:5] > (1,) else _as_node(node.args[0])
-    if node.target is pad_dim:
-        base = _as_node(node.args[0])
-        return base if base is not None and _shape(base) == _shape(node) else None
-    if not isinstance(node.target, OpOverload):
+        return None if target is take_chunk and node.args[4:5] > (1,) else base
+    shared = _shared_argument(target)
+    if shared is None:
         return None
-    schema = node.target._schema
+    position, name, may_copy = shared
+    base = _as_node(node.args[position] if position < len(node.args) else node.kwargs.get(name))
+    return None if may_copy and base is not None and not is_view(node, base, layouts) else base
+
+
+@cache
+def _shared_argument(op: OpOverload) -> tuple[int, str, bool] | None:
+    """The position and name of the argument whose memory an op's result shares, and whether that depends on how it
+    lies; None if the result has memory of its own."""
+    schema = op._schema
+    if str(schema.name) in _SHARING_OPS:
+        return 0, str(schema.arguments[0].name), False
     if not any(result.alias_info for result in schema.returns):
         return None
     position, argument = next((i, a) for i, a in enumerate(schema.arguments) if a.alias_info)
-    base = _as_node(node.args[position] if position < len(node.args) else node.kwargs.get(argument.name))
-    if name in _MAYBE_COPYING_OPS and base is not None and not is_view(node, base, layouts):
-        return None
-    return base
+    return position, str(argument.name), str(schema.name) in _MAYBE_COPYING_OPS
 
 
 def is_free(node: fx.Node, layouts: Layouts | None = None) -> bool:
@@ -79,11 +89,19 @@ def is_free(node: fx.Node, layouts: Layouts | None = None) -> bool:
 
 
 def _is_free(node: fx.Node, layouts: Layouts | None) -> bool:
-    if node.target in COLLECTIVE_KINDS or op_name(node) in _ALLOCATIONS:
-        return True
-    if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-        return False
+    if isinstance(node.target, OpOverload):
+        is_known = _is_always_free(node.target)
+        if is_known is not None:
+            return is_known
     return aliased_input(node, layouts) is not None or not _holds_tensor(node.meta.get("val"))
+
+
+@cache
+def _is_always_free(op: OpOverload) -> bool | None:
+    """Whether an op does no work of its own; None if that depends on the call."""
+    if op in COLLECTIVE_KINDS or str(op._schema.name) in _ALLOCATIONS:
+        return True
+    return False if op._schema.is_mutable else None
 
 
 def node_flops(node: fx.Node) -> int:
@@ -142,6 +160,16 @@ def op_time(
     On a device without a queue, the host's time to launch it too.  `moved_bytes` replaces what the node moves alone,
     where it is part of a fused kernel (see `autopar.cost_model.fusion`).
     """
+    if layouts is None or moved_bytes is not None:
+        return _op_time(node, device, allow_tf32, layouts, moved_bytes)
+    return layouts.keep(
+        node, ("alone", device, allow_tf32), lambda node: _op_time(node, device, allow_tf32, layouts, None)
+    )
+
+
+def _op_time(
+    node: fx.Node, device: Device, allow_tf32: bool, layouts: Layouts | None, moved_bytes: int | None
+) -> float:
     if is_free(node, layouts):
         return 0.0
     moved = node_bytes(node, layouts) if moved_bytes is None else moved_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -171,7 +171,7 @@ def simulate(
         live_after_forward=profile.live_after_forward,
         live_at_end=profile.live_at_end,
         in_backward=profile.in_backward,
-        by_module=clock.by_module,
+        by_module=dict(clock.by_module),
     )
 
 
@@ -220,7 +220,7 @@ class _Clock:
     exposed_s: float = 0.0
     host_s: float = 0.0
     queues: dict[str, deque[_Running]] = field(default_factory=dict)
-    by_module: dict[str, Spent] = field(default_factory=dict)
+    by_module: defaultdict[str, Spent] = field(default_factory=lambda: defaultdict(Spent))
 
     @property
     def now_s(self) -> float:
@@ -233,25 +233,28 @@ class _Clock:
         self.collective_s += other.collective_s * times
         self.exposed_s += other.exposed_s * times
         for module, spent in other.by_module.items():
-            self._of(module).add(spent, times)
+            self.by_module[module].add(spent, times)
 
     def run(self, graph: fx.Graph, by_name: Mapping[str, Collective]) -> None:
         """Advance by one graph; collectives that nobody waits for end with it, and those that are not among `by_name`
         take no time."""
         kernels = fuse(graph, self.layouts) if self.fused else {}
         running: dict[fx.Node, str] = {}
+        readers: set[fx.Node] = set()  # of what those that have started bring
         for node in graph.nodes:
             before_s = self.compute_s
-            for used in node.all_input_nodes:
-                if used in running:
-                    self._wait(used, running.pop(used))
+            if node in readers:
+                for used in node.all_input_nodes:
+                    if used in running:
+                        self._wait(used, running.pop(used))
             if node.name in by_name:
                 running[node] = self._start(node, by_name[node.name])
+                readers.update(node.users)
             elif not is_free(node, self.layouts):
                 part = kernels.get(node)
                 self._compute(node, None if part is None else part.moved_bytes, part is None or part.is_kernel)
                 for module, share in self._shares(node, node.meta["module"]):
-                    self._of(module).compute_s += (self.compute_s - before_s) * share
+                    self.by_module[module].compute_s += (self.compute_s - before_s) * share
         for node, link in running.items():
             self._wait(node, link)
 
@@ -260,9 +263,6 @@ class _Clock:
         shares = self.shares.get(node.name)
         return ((module, 1.0),) if shares is None else shares.items()
 
-    def _of(self, module: str) -> Spent:
-        return self.by_module.setdefault(module, Spent())
-
     def _compute(self, node: fx.Node, moved_bytes: int | None, is_kernel: bool) -> None:
         device = self.cluster.device
         work_s = op_time(node, device, self.allow_tf32, self.layouts, moved_bytes)
@@ -270,10 +270,11 @@ class _Clock:
             work_s -= device.kernel_start_s + (0.0 if device.is_queued else device.kernel_launch_s)
         elif device.is_queued:
             self.host_s += device.kernel_launch_s
-            self._idle(self.host_s - self.now_s)
+            if self.host_s > self.now_s:
+                self._idle(self.host_s - self.now_s)
         slowdown = 1 + CONTENTION[self.cluster.backend]
-        while work_s > 0 and (heads := [queue[0] for queue in self.queues.values() if queue]):
-            both_s = min(work_s, *(head.work_s for head in heads))
+        while work_s > 0 and self.queues:
+            both_s = min(work_s, *[queue[0].work_s for queue in self.queues.values()])
             self.compute_s += both_s * slowdown
             work_s -= both_s
             self._advance(both_s)
@@ -281,9 +282,8 @@ class _Clock:
 
     def _idle(self, wait_s: float) -> None:
         """Let the collectives run on while the compute stream waits for the host."""
-        if wait_s > 0:
-            self.compute_s += wait_s
-            self._advance(wait_s)
+        self.compute_s += wait_s
+        self._advance(wait_s)
 
     def _start(self, node: fx.Node, collective: Collective) -> str:
         """Queue a collective on its link, and say which that is."""
@@ -295,22 +295,24 @@ class _Clock:
 
     def _wait(self, node: fx.Node, link: str) -> None:
         """Stand still until a collective is done; nothing computes meanwhile."""
-        queue = tuple(self.queues[link])
+        queue = tuple(self.queues.get(link, ()))
         ahead = next((queue[: i + 1] for i, running in enumerate(queue) if running.node is node), ())
         for running in ahead:
             # What holds the link is waited for, also where it is only in the way of what is needed.
             for module, share in self._shares(running.node, running.collective.module):
-                exposed_s = self._of(module).exposed_s
+                exposed_s = self.by_module[module].exposed_s
                 exposed_s[running.kind] = exposed_s.get(running.kind, 0.0) + running.work_s * share
         waited_s = sum(running.work_s for running in ahead)
         self.exposed_s += waited_s
         self._advance(waited_s)
 
     def _advance(self, work_s: float) -> None:
-        """Take work off every link's queue."""
-        for queue in self.queues.values():
+        """Take work off every link's queue; a link that has nothing left to do has none."""
+        for link, queue in list(self.queues.items()):
             left_s = work_s
             while queue and queue[0].work_s <= left_s:
                 left_s -= queue.popleft().work_s
             if queue:
                 queue[0].work_s -= left_s
+            else:
+                del self.queues[link]

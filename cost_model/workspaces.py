@@ -22,7 +22,7 @@ from autopar.local_ops import HASHED_AT_ONCE
 
 def workspace_bytes(node: fx.Node, layouts: Layouts, device_kind: str) -> int:
     """Bytes that a node takes while it runs, on a device of the kind `cuda` or `cpu`."""
-    key = (device_kind, torch.get_num_threads())
+    key = (device_kind, torch.get_num_threads() if device_kind == "cpu" else 0)
     return layouts.keep(node, key, lambda node: _workspace_bytes(node, layouts, device_kind))
 
 
@@ -30,16 +30,19 @@ def _workspace_bytes(node: fx.Node, layouts: Layouts, device_kind: str) -> int:
     name = op_name(node)
     if not name:
         return 0
+    is_cpu = device_kind == "cpu"
+    rules = _CPU_RULES if is_cpu else _RULES
+    if not is_cpu and name not in _WANT_DENSE and name not in _MATMULS and name not in rules:
+        return 0
     operands = [layouts[n] for n in node.all_input_nodes if isinstance(layouts[n], torch.Tensor)]
     total = 0
     if name in _WANT_DENSE:
         total += sum(tensor_bytes(t) for t in operands if not t.is_contiguous())
     if name in _MATMULS:
         total += sum(tensor_bytes(t) for t in operands if not _fits_blas(t))
-    rules = _RULES if device_kind != "cpu" else {**_RULES, **_CPU_RULES}
     if rule := rules.get(name):
         total += rule(node.meta["val"], [layouts[a] if isinstance(a, fx.Node) else a for a in node.args])
-    if device_kind == "cpu" and _casts(node, name):
+    if is_cpu and _casts(node, name):
         total += _cast_bytes(node, operands)
     return total
 
@@ -181,6 +184,7 @@ _RULES: dict[str, _Rule] = {
 }
 
 _CPU_RULES: dict[str, _Rule] = {
+    **_RULES,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
     "aten::convolution": forward_workspace,
