@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._C import _fx_map_arg as map_nodes
 from torch._C import _NodeBase
 from torch._decomp import decomposition_table, get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
@@ -54,7 +55,7 @@ from torch.distributions import Distribution
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
-from torch.fx.graph import _FindNodesLookupTable, _illegal_names
+from torch.fx.graph import _FindNodesLookupTable, _illegal_char_regex, _illegal_names, _snake_case
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
@@ -118,6 +119,7 @@ __all__ = [
     "job_store",
     "lists_by_items",
     "load_tracer",
+    "map_nodes",
     "meta_of",
     "new_fake_mode",
     "registered_decomposition",
@@ -309,6 +311,9 @@ class _QuickTable(_FindNodesLookupTable):
     def _key(self, node: fx.Node) -> tuple[str, Any]:
         return (node.op, id(node.target) if node.op == "call_function" else None)
 
+    def insert(self, node: fx.Node) -> None:
+        self.table[node.op, id(node.target) if node.op == "call_function" else None][node] = None  # type: ignore[index]
+
     def find_nodes(self, *, op: str, target: Any = None) -> list[fx.Node]:
         if op == "call_function":
             return list(self.table[op, id(target)])  # type: ignore[index]
@@ -325,6 +330,7 @@ class QuickGraph(fx.Graph):
     def __init__(self) -> None:
         super().__init__()
         self._find_nodes_lookup_table = _QuickTable()
+        self._insert = self._root._prepend  # type: ignore[assignment]
 
     def create_node(
         self,
@@ -336,7 +342,9 @@ class QuickGraph(fx.Graph):
         type_expr: Any | None = None,
     ) -> fx.Node:
         """As `fx.Graph.create_node`."""
-        name = self._new_name(_name_of(target) if name is None else name)
+        if name is None:
+            name = _name_of(target.__name__ if op == "call_function" else target)
+        name = self._new_name(name)
         node = _QuickNode(self, name, op, target, args or (), kwargs or {}, type_expr)
         self._graph_namespace._obj_to_name[node] = name
         self._insert(node)
@@ -368,8 +376,11 @@ def _stem_and_number(name: str) -> tuple[str, int | None]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _name_of(target: Any) -> str:
-    return str(fx.Graph()._target_to_str(target))
+def _name_of(target: str) -> str:
+    """The name that `fx` wants for a node by its target's."""
+    if target.startswith("__") and target.endswith("__"):
+        target = target[2:-2]
+    return str(_illegal_char_regex.sub("_", _snake_case(target)))
 
 
 def new_fake_mode(allow_value_reads: bool = True, known: KnownOps | None = None) -> FakeTensorMode:

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from autopar._compat import map_nodes
+
 Kept = TypeVar("Kept")
 MAX_KEPT = 64
 """How many derived values are kept with a graph."""
@@ -158,7 +160,8 @@ def copy_node(
 ) -> fx.Node:
     """As `fx.Graph.node_copy`: `change` gives each node argument's counterpart, in the order of the arguments; `meta`
     is the copy's metadata, by default the node's."""
-    args, kwargs = fx.map_arg(node.args, change), fx.map_arg(node.kwargs, change) if node.kwargs else {}
+    args, kwargs = map_nodes(node.args, change), node.kwargs
+    kwargs = map_nodes(kwargs, change) if kwargs else kwargs
     new = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
     new.meta.update(node.meta if meta is None else meta)
     return new

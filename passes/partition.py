@@ -29,11 +29,15 @@ def partition(joint: LocalGraph) -> tuple[LocalGraph, LocalGraph | None]:
     late = [o for o in outputs if o[0].kind is OutputKind.GRADIENT]
     if not late:
         return joint, None
-    forward = _ancestors([n for _, n, _ in early if n is not None])
+    forward = _ancestors(nodes, [n for _, n, _ in early if n is not None])
+    there = {*forward, *graph.find_nodes(op="get_attr"), *(n for n, s in specs.items() if s.kind in _FORWARD_INPUTS)}
     for node in nodes:
-        if node.op == "call_function" and not node.meta["backward"] and _reaches_no_tangent(node, specs, forward):
+        if node.op != "call_function" or node in there or node.meta["backward"]:
+            continue
+        if there.issuperset(node.all_input_nodes):  # it reaches no tangent
             forward.add(node)
-    needed = _ancestors([n for _, n, _ in late if n is not None])
+            there.add(node)
+    needed = _ancestors(nodes, [n for _, n, _ in late if n is not None])
     backward = {n for n in needed if n not in forward and n.op == "call_function"}
     read = dict.fromkeys(p for n in nodes if n in backward for p in n.all_input_nodes)
     read.update(dict.fromkeys(n for _, n, _ in late if n is not None))
@@ -41,23 +45,13 @@ def partition(joint: LocalGraph) -> tuple[LocalGraph, LocalGraph | None]:
     return _forward(joint, nodes, specs, forward, early, saved), _backward(joint, nodes, specs, backward, late, saved)
 
 
-def _ancestors(roots: Sequence[fx.Node]) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack += node.all_input_nodes
-    return seen
-
-
-def _reaches_no_tangent(node: fx.Node, specs: dict[fx.Node, GraphInput], forward: set[fx.Node]) -> bool:
-    """Whether a node can be computed in the forward pass: all that it reads is there."""
-    return all(
-        (p in specs and specs[p].kind in _FORWARD_INPUTS) or p in forward or p.op == "get_attr"
-        for p in node.all_input_nodes
-    )
+def _ancestors(nodes: Sequence[fx.Node], roots: Sequence[fx.Node]) -> set[fx.Node]:
+    """What some nodes are computed from, themselves included; `nodes` are all, in order."""
+    found = set(roots)
+    for node in reversed(nodes):
+        if node in found:
+            found.update(node.all_input_nodes)
+    return found
 
 
 def _given_again(node: fx.Node, specs: dict[fx.Node, GraphInput]) -> bool:
