@@ -46,6 +46,7 @@ __all__ = [
     "is_uneven",
     "local_shape",
     "meta_value",
+    "one_object",
     "parse_placement",
     "replicated",
     "shard",
@@ -105,7 +106,11 @@ def shard(dim: int, split: int = 1, grain: int = 1) -> Placement:
 
 def is_sharded(placement: Placement) -> bool:
     """Whether the placement cuts a dim."""
-    return isinstance(placement, (Shard, StridedShard, GrainShard, ByGroup))
+    return type(placement) in _SHARDED
+
+
+_SHARDED = {Shard, StridedShard, GrainShard, ByGroup}
+"""By type: `isinstance` of PyTorch's placements runs Python for each that a placement is not of."""
 
 
 def shard_dim(placement: Placement) -> int:
@@ -133,7 +138,13 @@ def at_rest(sharding: Sharding) -> Sharding:
 
 def replicated(mesh: Mesh) -> Sharding:
     """Whole on every rank."""
-    return (Replicate(),) * mesh.num_axes
+    return one_object((Replicate(),) * mesh.num_axes)
+
+
+@lru_cache(maxsize=4096)
+def one_object(sharding: Sharding) -> Sharding:
+    """A sharding that nearly always is one object for all that are equal, so that comparing it takes no time."""
+    return sharding
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,7 @@ def cuts(sharding: Sharding, mesh: Mesh) -> tuple[DimCut, ...]:
     wanted = [
         (shard_dim(p), shard_split(p), axis)
         for axis, p in enumerate(sharding)
-        if is_sharded(p) and not isinstance(p, ByGroup)
+        if is_sharded(p) and type(p) is not ByGroup
     ]
     out: list[DimCut] = []
     for dim, split, axis in sorted(wanted):
@@ -220,7 +231,7 @@ def local_shape(
         chunk = -(-inner // mesh.sizes[cut.axis])
         position = coordinate[cut.axis] if coordinate is not None else 0
         local[cut.dim] = cut.split * max(0, min(chunk, inner - position * chunk)) * cut.grain
-    for dim in {p.dim for p in sharding if isinstance(p, ByGroup)}:
+    for dim in {p.dim for p in sharding if type(p) is ByGroup}:
         parts = math.prod(n for p, n in zip(sharding, mesh.sizes, strict=True) if p == ByGroup(dim))
         local[dim] = min(local[dim], math.ceil(local[dim] * ROWS_MARGIN / parts))
     return tuple(local)
@@ -228,8 +239,13 @@ def local_shape(
 
 def is_uneven(sharding: Sharding, axis: int, shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Whether an axis cuts a dim that it does not divide."""
-    if not is_sharded(sharding[axis]) or isinstance(sharding[axis], ByGroup):
+    if not is_sharded(sharding[axis]) or type(sharding[axis]) is ByGroup:
         return False
+    return _divides_unevenly(sharding, axis, shape, mesh)
+
+
+@lru_cache(maxsize=4096)
+def _divides_unevenly(sharding: Sharding, axis: int, shape: tuple[int, ...], mesh: Mesh) -> bool:
     sharding = tuple(Replicate() if isinstance(p, ByGroup) else p for p in sharding)
     rest = (*sharding[:axis], Replicate(), *sharding[axis + 1 :])
     made = cut_along(axis, sharding, mesh)

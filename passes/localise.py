@@ -6,7 +6,7 @@ Preserves numerics exactly.  Placeholders for the rank's position along each mes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -18,41 +18,57 @@ from autopar.passes.localise_by_group import OwnRows, open_size
 from autopar.passes.localise_indices import Emitter, localise_groups, localise_lookup, set_arguments
 from autopar.passes.localise_padding import pad_operands
 from autopar.passes.reshard import is_reshard
-from autopar.placement import ByGroup, cuts, local_shape, meta_value
+from autopar.placement import ByGroup, Sharding, cuts, local_shape, meta_value
 from autopar.rules import Call, OpRule
 
 aten = torch.ops.aten
+Found = TypeVar("Found")
 
 
-def local_value(value: Any, sharding: Any, mesh: Mesh) -> Any:
-    """The local counterpart of a traced value: a tensor on `meta` with one rank's shape."""
-    if isinstance(value, (tuple, list)):
-        return tuple(local_value(v, s, mesh) for v, s in zip(value, sharding, strict=True))
-    if not isinstance(value, torch.Tensor):
+class _LocalValues:
+    """Gives the local counterpart of a traced value: a tensor on `meta` with one rank's shape."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._known: dict[tuple[Any, ...], tuple[Sharding, torch.Tensor]] = {}
+
+    def of(self, value: Any, sharding: Any) -> Any:
+        """Of a tensor, or of each of several with its sharding."""
+        if isinstance(value, torch.Tensor):
+            # Most shardings are one object for all that lies alike, and hashing placements takes longer than the rest.
+            key = (value.shape, value.dtype, id(sharding))
+            if key not in self._known:
+                local = meta_value(local_shape(value.shape, sharding, self.mesh), value.dtype)
+                self._known[key] = sharding, local
+            return self._known[key][1]
+        if isinstance(value, (tuple, list)):
+            return tuple([self.of(v, s) for v, s in zip(value, sharding, strict=True)])
         return value
-    return meta_value(local_shape(value.shape, sharding, mesh), value.dtype)
 
 
 def localise(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
     """Turn every op into the op that one rank runs."""
-    ranks = _rank_placeholders(module.graph, mesh)
-    by_group = OwnRows(module.graph, ranks, mesh)
-    for node in list(module.graph.nodes):
+    graph = module.graph
+    ranks = _rank_placeholders(graph, mesh)
+    by_group, local_values = OwnRows(graph, ranks, mesh), _LocalValues(mesh)
+    for node in list(graph.nodes):
         if node.op == "output" or node.meta["sharding"] is None:  # where this rank is
             continue
         value = node.meta["val"]
         node.meta["global_shape"] = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        node.meta["val"] = local_value(value, node.meta["sharding"], mesh)
-        if node.op == "call_function" and not is_reshard(node) and isinstance(node.target, OpOverload):
-            _localise_sizes(module.graph, node, value)
-            pad_operands(module.graph, node, ranks, mesh)
-            _make_dense(module.graph, node)
+        node.meta["val"] = local_values.of(value, node.meta["sharding"])
+        if node.op == "call_function" and isinstance(node.target, OpOverload):
+            if id(node.target) in _RESIZERS:
+                _localise_sizes(graph, node)
+            pad_operands(graph, node, ranks, mesh)
+            if id(node.target) in _DENSE_ARGUMENTS:
+                _make_dense(graph, node)
             by_group.localise(node)
             if node.target is torch.ops.autopar.uniform.default:
                 _localise_random(node, ranks, mesh)
             rule = node.meta["rule"]
             if rule is not None and (rule.lookup or rule.groups):
-                _localise_indices(module.graph, node, rule, ranks, mesh)
+                _localise_indices(graph, node, rule, ranks, mesh)
     return module
 
 
@@ -84,18 +100,17 @@ Resizer = Callable[[fx.Node, Call, Sequence[Any]], None]
 """Given the local shape of the first output; a size that only the step knows is -1, or a node that gives it."""
 
 
-def _localise_sizes(graph: fx.Graph, node: fx.Node, value: Any) -> None:
-    resize = _RESIZERS.get(node.target)
-    if resize is not None:
-        local, sharding = node.meta["val"], node.meta["sharding"]
-        # Of several outputs the first that is there: a gradient that nobody wants is None.
-        first = 0 if not isinstance(local, tuple) else next(i for i, v in enumerate(local) if v is not None)
-        local, sharding = (local[first], sharding[first]) if isinstance(local, tuple) else (local, sharding)
-        shape: list[Any] = [int(n) for n in local.shape]
-        for dim in {p.dim for p in sharding if isinstance(p, ByGroup)}:
-            is_inferred = resize is _reshape or node.target is aten.expand.default
-            shape[dim] = -1 if is_inferred else open_size(graph, node)
-        resize(node, Call(node), shape)
+def _localise_sizes(graph: fx.Graph, node: fx.Node) -> None:
+    resize = _RESIZERS[id(node.target)]
+    local, sharding = node.meta["val"], node.meta["sharding"]
+    # Of several outputs the first that is there: a gradient that nobody wants is None.
+    first = 0 if not isinstance(local, tuple) else next(i for i, v in enumerate(local) if v is not None)
+    local, sharding = (local[first], sharding[first]) if isinstance(local, tuple) else (local, sharding)
+    shape: list[Any] = [int(n) for n in local.shape]
+    for dim in {p.dim for p in sharding if type(p) is ByGroup}:
+        is_inferred = resize is _reshape or node.target is aten.expand.default
+        shape[dim] = -1 if is_inferred else open_size(graph, node)
+    resize(node, Call(node), shape)
 
 
 def _reshape(node: fx.Node, call: Call, shape: Sequence[Any]) -> None:
@@ -170,7 +185,12 @@ def _input_size(node: fx.Node, call: Call, shape: Sequence[Any]) -> None:
     set_arguments(node, call, input_size=list(shape))
 
 
-_RESIZERS: dict[Any, Resizer] = {
+def _by_identity(by_op: dict[Any, Found]) -> dict[int, Found]:
+    """A table of ops by their identity, since PyTorch works out an op's hash in Python."""
+    return {id(op): found for op, found in by_op.items()}
+
+
+_RESIZERS: dict[int, Resizer] = _by_identity({
     aten.view.default: _reshape,
     aten._unsafe_view.default: _reshape,
     aten.reshape.default: _reshape,
@@ -207,10 +227,10 @@ _RESIZERS: dict[Any, Resizer] = {
     aten.upsample_trilinear3d_backward.default: _input_size,
     aten.upsample_bilinear2d_backward.default: _input_size,
     aten.upsample_bicubic2d_backward.default: _input_size,
-}
+})  # fmt: skip
 
 
-_DENSE_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+_DENSE_ARGUMENTS: dict[int, tuple[str, ...]] = _by_identity({
     aten.native_layer_norm_backward.default: ("mean", "rstd"),
     aten._fused_rms_norm_backward.default: ("rstd",),
     aten.native_group_norm.default: ("input",),
@@ -218,19 +238,21 @@ _DENSE_ARGUMENTS: dict[Any, tuple[str, ...]] = {
     aten._linalg_det.default: ("A",),
     aten._linalg_slogdet.default: ("A",),
     aten.adaptive_max_pool3d_backward.default: ("grad_output", "self", "indices"),
-}
+})  # fmt: skip
 """Arguments that PyTorch's kernels take to be dense without looking, or whose factors depend on the order in memory; a
 slice along an inner dim is not dense."""
 
 
-_ALIKE_ARGUMENTS: dict[Any, tuple[str, ...]] = {aten.native_group_norm_backward.default: ("grad_out", "input")}
+_ALIKE_ARGUMENTS: dict[int, tuple[str, ...]] = _by_identity(
+    {aten.native_group_norm_backward.default: ("grad_out", "input")}
+)
 """Arguments that PyTorch's kernels take to have one order in memory without looking: autograd has brought a gradient to
 its input's, but what comes of a collective has an order of its own."""
 
 
 def _make_dense(graph: fx.Graph, node: fx.Node) -> None:
-    alike = _ALIKE_ARGUMENTS.get(node.target, ())
-    for name in _DENSE_ARGUMENTS.get(node.target, ()):
+    alike = _ALIKE_ARGUMENTS.get(id(node.target), ())
+    for name in _DENSE_ARGUMENTS[id(node.target)]:
         source = Call(node)[name]
         if name in alike or is_reshard(source) or source.target in (pad_dim, mask_padding):
             with graph.inserting_before(node):

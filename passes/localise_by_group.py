@@ -32,7 +32,8 @@ class OwnRows:
 
     def localise(self, node: fx.Node) -> None:
         """Let a call that is cut by groups work on this rank's rows; all other calls stay as they are."""
-        self._sum_where_put(node)
+        if node.target is aten.sum.dim_IntList:
+            self._sum_where_put(node)
         axes = [axis for axis, cut in enumerate(node.meta["cuts"]) if cut is not None and cut.by_group]
         if not axes or node.target not in _MOVES_AND_PRODUCTS:
             return
@@ -51,7 +52,7 @@ class OwnRows:
     def _sum_where_put(self, node: fx.Node) -> None:
         """Rows that are put back and then summed, so many for each place, are summed where they are put: most of what
         would be written is zero here, as the rows are other ranks'."""
-        if node.target is not aten.sum.dim_IntList or node.args[2:] or node.kwargs:
+        if node.args[2:] or node.kwargs:
             return
         view, dims = node.args
         put = view.args[0] if view.target is aten.reshape.default else None  # type: ignore[union-attr]
@@ -147,7 +148,7 @@ def _of_rows(order: fx.Node, axes: Sequence[int]) -> tuple[tuple[int, int], Shar
     return (1, order.meta["global_shape"][0] * order.meta["global_shape"][1]), tuple(placements)
 
 
-_MOVES_AND_PRODUCTS = {ours.take_rows.default, ours.put_rows.default, ours.grouped_mm.default}
+_MOVES_AND_PRODUCTS = (ours.take_rows.default, ours.put_rows.default, ours.grouped_mm.default)
 
 
 def open_size(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -5,6 +5,7 @@ Preserves numerics exactly: shapes are still global, and a reshard of a global v
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from autopar._compat import LazyGraphModule, OpOverload, QuickGraph
 from autopar.factors import analyse, source_of
 from autopar.graph import JointGraph, OutputKind, add_call, copy_node
 from autopar.passes.propagate import Assignment, batch_dim, batch_factor, resting_gradients
-from autopar.placement import Partial, Replicate, Sharding, describe_sharding, is_sharded, meta_value
+from autopar.placement import Partial, Replicate, Sharding, describe_sharding, is_sharded, meta_value, one_object
 from autopar.plan import Plan
 from autopar.rules import is_look, is_look_or_cast, is_tensor_node, tensor_inputs
 
@@ -121,15 +122,16 @@ class _Insertion:
         return {n: s for spec, n, s in pairs if spec.kind is OutputKind.GRADIENT and n is not None and s is not None}
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        if node.op != "call_function" or source_of(node)[0] is not node:
+        if node.op != "call_function" or node.target is operator.getitem:
             new = copy_node(self.graph, node, self.copies.__getitem__)
             new.meta["sharding"] = self.assignment.of(node)
             return new
         decided = self.assignment.nodes[node]
         needs = iter(decided.inputs)
 
-        def bring(arg: Any) -> Any:
-            return self._reshard(arg, next(needs), node) if is_tensor_node(arg) else self.copies[arg]
+        def bring(arg: fx.Node) -> fx.Node:
+            is_tensor = isinstance(arg.meta.get("val"), torch.Tensor)
+            return self._reshard(arg, next(needs), node) if is_tensor else self.copies[arg]
 
         new = copy_node(self.graph, node, bring)
         several = isinstance(node.meta["val"], (tuple, list))
@@ -139,31 +141,35 @@ class _Insertion:
 
     def _reshard(self, value: fx.Node, target: Sharding, reader: fx.Node) -> fx.Node:
         source = self.assignment.of(value)
-        if source == target:
+        if source is target or source == target:
             return self.copies[value]
-        key = (value, target)
-        if key not in self.resharded and value.target is torch.ops.aten.full.default:
-            self.resharded[key] = self._made_so(value, target, reader)
-        if key not in self.resharded and reader is not value and self._is_better_repeated(value, target):
-            self.resharded[key] = self._repeat_on_whole(value, target, reader)
-        if key not in self.resharded:
-            mesh = self.plan.mesh
-            words = describe_sharding(source, mesh), describe_sharding(target, mesh)
-            # A reduction belongs to the op that leaves its result unreduced, any other reshard to its reader.
-            owner = value if any(isinstance(p, Partial) for p in source) else reader
-            meta = {
-                "val": value.meta["val"],
-                "module": owner.meta["module"],
-                "backward": reader.meta["backward"],
-                "source": source,
-                "sharding": target,
-            }
-            dtype = self._summed_in(value) if owner is value else value.meta["val"].dtype
-            operand = self._cast(self.copies[value], dtype, {**meta, "sharding": source})
-            meta["val"] = operand.meta["val"]
-            moved = add_call(self.graph, reshard, (operand, *words), {}, meta)
-            self.resharded[key] = self._cast(moved, value.meta["val"].dtype, meta)
-        return self.resharded[key]
+        found = self.resharded.get((value, target))
+        if found is None:
+            found = self.resharded[value, target] = self._made_to_lie(value, source, target, reader)
+        return found
+
+    def _made_to_lie(self, value: fx.Node, source: Sharding, target: Sharding, reader: fx.Node) -> fx.Node:
+        """A value that lies otherwise than its reader needs it, as it needs it."""
+        if value.target is torch.ops.aten.full.default:
+            return self._made_so(value, target, reader)
+        if reader is not value and self._is_better_repeated(value, target):
+            return self._repeat_on_whole(value, target, reader)
+        mesh = self.plan.mesh
+        words = describe_sharding(source, mesh), describe_sharding(target, mesh)
+        # A reduction belongs to the op that leaves its result unreduced, any other reshard to its reader.
+        owner = value if Partial in map(type, source) else reader
+        meta = {
+            "val": value.meta["val"],
+            "module": owner.meta["module"],
+            "backward": reader.meta["backward"],
+            "source": source,
+            "sharding": target,
+        }
+        dtype = self._summed_in(value) if owner is value else value.meta["val"].dtype
+        operand = self._cast(self.copies[value], dtype, {**meta, "sharding": source})
+        meta["val"] = operand.meta["val"]
+        moved = add_call(self.graph, reshard, (operand, *words), {}, meta)
+        return self._cast(moved, value.meta["val"].dtype, meta)
 
     def _made_so(self, value: fx.Node, target: Sharding, reader: fx.Node) -> fx.Node:
         """A constant as its reader needs it: made anew, which moves nothing."""
@@ -231,7 +237,7 @@ class _Insertion:
         """How a call needs its operands to give its result as `target` has it, which is cut along fewer axes."""
         kept = self._kept_axes(value, target)
         return [
-            tuple(p if same else Replicate() for p, same in zip(needed, kept, strict=True))
+            one_object(tuple([p if same else Replicate() for p, same in zip(needed, kept, strict=True)]))
             for needed in self.assignment.nodes[value].inputs
         ]
 
