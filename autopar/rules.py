@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._compat import OpOverload, OpOverloadPacket, tree_leaves
+from autopar._compat import OpOverload, OpOverloadPacket, map_nodes
 from autopar.errors import RuleError
 
 Dims = tuple[tuple[str, ...], ...]
@@ -128,6 +128,18 @@ class OpRule:
         return None
 
     @cached_property
+    def together(self) -> frozenset[tuple[str, str]]:
+        """Pairs of factors that are parts of one dim of some operand or result, each with itself, too."""
+        groups = [group for dims in (*self.inputs, *self.outputs) for group in dims]
+        return frozenset((one, other) for group in groups for one in group for other in group)
+
+    @cached_property
+    def known(self) -> dict[Hashable, Any]:
+        """What was worked out of this rule and something else, by the latter: plans that are compared cut most calls
+        alike."""
+        return {}
+
+    @cached_property
     def contracts(self) -> bool:
         """Whether the op sums over a factor that two of its inputs have, as products do."""
         names = [{name for group in dims for name in group} for dims in self.inputs]
@@ -189,13 +201,13 @@ def is_tensor_node(value: object) -> bool:
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments of a node, in order, repeated ones repeated."""
-    return [found for arg in (*node.args, *node.kwargs.values()) for found in _tensor_nodes(arg)]
+    return _tensor_nodes((node.args, node.kwargs))
 
 
-def _tensor_nodes(arg: object) -> list[fx.Node]:
-    # Most arguments are a node or a number, and looking for leaves in those takes longer than all else here.
-    leaves = tree_leaves(arg) if isinstance(arg, (tuple, list, dict)) else (arg,)
-    return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and is_tensor_node(leaf)]
+def _tensor_nodes(arg: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    map_nodes(arg, found.append)
+    return [node for node in found if isinstance(node.meta.get("val"), torch.Tensor)]
 
 
 @cache

@@ -7,8 +7,10 @@ output lies.  It changes nothing; the next pass inserts a reshard wherever a val
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import fx
@@ -18,7 +20,17 @@ from autopar.factors import Factor, FactorAnalysis, expert_anchors, may_be_padde
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
 from autopar.mesh import Mesh
 from autopar.passes.by_group import groups_to_keep_whole, rows_by_group, rows_of
-from autopar.placement import ByGroup, Partial, Placement, Replicate, Sharding, is_sharded, replicated, shard
+from autopar.placement import (
+    ByGroup,
+    Partial,
+    Placement,
+    Replicate,
+    Sharding,
+    is_sharded,
+    one_object,
+    replicated,
+    shard,
+)
 from autopar.plan import SENT, Plan
 from autopar.rules import OpRule, is_look_or_cast
 
@@ -48,12 +60,14 @@ class NodeSharding:
         outputs: sharding of each output.
         cuts: what is cut along each mesh axis.
         rule: the rule by which it is cut; None if the op has none.
+        is_unreduced: whether a result is a sum that is yet to be reduced.
     """
 
     inputs: tuple[Sharding, ...]
     outputs: tuple[Sharding, ...]
     cuts: tuple[Cut | None, ...] = ()
     rule: OpRule | None = None
+    is_unreduced: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,8 +79,9 @@ class Assignment:
 
     def of(self, node: fx.Node, output: int = 0) -> Sharding:
         """Sharding of a value."""
-        source, index = source_of(node, output)
-        return self.nodes[source].outputs[index]
+        if node.target is operator.getitem:
+            node, output = source_of(node, output)
+        return self.nodes[node].outputs[output]
 
 
 OpShardings = Mapping[fx.Node, NodeSharding]
@@ -170,20 +185,18 @@ class _Ops:
     def _decide(self) -> None:
         self.nodes.clear()
         self.unreduced.clear()
-        for node in self.joint.module.graph.nodes:
-            if node.op == "call_function" and source_of(node)[0] is node:
-                decided = self.nodes[node] = self._call(node)
-                if any(UNREDUCED in sharding for sharding in decided.outputs):
-                    self.unreduced.add(node)
+        for node, operands in self.analysis.operands.items():
+            decided = self.nodes[node] = self._call(node, operands)
+            if decided.is_unreduced:
+                self.unreduced.add(node)
 
-    def _call(self, node: fx.Node) -> NodeSharding:
-        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-        rule, operands = self.analysis.rules.get(node), self.analysis.operands[node]
+    def _call(self, node: fx.Node, operands: Sequence[fx.Node]) -> NodeSharding:
+        rule = self.analysis.rules.get(node)
         cuts: list[Cut | None] = []
         passing: list[frozenset[int]] = []
         if rule is not None:
-            may_pass = any(source_of(n)[0] in self.unreduced for n in operands)
-            for axis in range(self.mesh.num_axes):
+            may_pass = self.unreduced and any(source_of(n)[0] in self.unreduced for n in operands)
+            for axis in range(len(self.whole)):
                 if self.by_group[axis] and (rows := rows_of(self.analysis, node, self.by_group[axis])):
                     passing.append(frozenset())
                     cuts.append(self._rows_by_group(node, rule, rows, axis, cuts))
@@ -192,23 +205,10 @@ class _Ops:
                 passing.append(partial)
                 cuts.append(None if partial else self._choose(node, rule, axis, cuts))
         if rule is None or not (any(cuts) or any(passing)):
-            inputs, outputs = (self.whole,) * len(operands), (self.whole,) * len(values)
-            return NodeSharding(inputs, outputs, (None,) * self.mesh.num_axes, rule)
-        inputs = tuple(
-            tuple(
-                UNREDUCED if i in passing[axis] else input_placement(rule, dims, cuts[axis])
-                for axis in range(self.mesh.num_axes)
-            )
-            for i, dims in enumerate(rule.inputs)
-        )
-        outputs = tuple(
-            tuple(
-                UNREDUCED if passing[axis] else output_placement(rule, dims, cuts[axis])
-                for axis in range(self.mesh.num_axes)
-            )
-            for dims in rule.outputs
-        )
-        return NodeSharding(inputs, outputs, tuple(cuts), rule)
+            num_outputs = len(node.meta["val"]) if isinstance(node.meta["val"], (tuple, list)) else 1
+            inputs, outputs = (self.whole,) * len(operands), (self.whole,) * num_outputs
+            return NodeSharding(inputs, outputs, (None,) * len(self.whole), rule)
+        return _sharding(rule, tuple(cuts), tuple(passing))
 
     def _passes_partial(self, node: fx.Node, rule: OpRule, axis: int) -> frozenset[int]:
         """The inputs whose unreduced sums flow through this op, so that they are reduced later, once.
@@ -245,14 +245,13 @@ class _Ops:
         wanted = self.wanted[axis]
         best: tuple[int, Cut] | None = None
         for name, split, factor in self.analysis.parts(node) if wanted else ():
-            position = wanted.get(factor)
-            if position is not None and name not in rule.whole and (best is None or position < best[0]):
-                cut = self._cut(rule, Cut(name, split), factor, axis, earlier)
+            if factor in wanted and name not in rule.whole and (best is None or wanted[factor] < best[0]):
+                cut = self._cut(rule, even_cut(name, split), factor, axis, earlier)
                 if cut is None:
                     continue
                 if factor in self.experts[axis] and not self._stays_with_experts(node, rule, cut, factor, axis):
                     continue
-                best = (position, cut)
+                best = (wanted[factor], cut)
         return best[1] if best else None
 
     def _rows_by_group(
@@ -269,7 +268,7 @@ class _Ops:
             blocks = self.analysis.rule_factors(node, rule.blocks_of(name))
             inside = any(block in wanted for block in blocks for wanted in self.wanted[axis + 1 :])
             if len(blocks) == 1 and blocks[0] in self.wanted[axis] and not inside:
-                cut = self._cut(rule, Cut(rule.blocks_of(name), 1), blocks[0], axis, earlier)
+                cut = self._cut(rule, even_cut(rule.blocks_of(name), 1), blocks[0], axis, earlier)
                 return Cut(name, 1, by_group=True, sent=cut is not None and not cut.grain)
         return Cut(name, 1, by_group=True)
 
@@ -295,13 +294,16 @@ class _Ops:
 
     def _cut(self, rule: OpRule, cut: Cut, factor: Factor, axis: int, earlier: Sequence[Cut | None]) -> Cut | None:
         """The cut if it gives equal parts, or the one that gives parts which may be padded; None if neither may be."""
-        if rule.is_range(cut.factor) and cut.split != 1:
+        if cut.split != 1 and rule.is_range(cut.factor):
             return None  # a lookup needs one consecutive range of the table per rank
-        beside = [c for c in earlier if c is not None and _share_a_dim(rule, c, cut)]
-        if any(c.grain for c in beside):
-            return None  # parts of different sizes are not cut again
-        same = [n for c, n in zip(earlier, self.mesh.sizes, strict=False) if c == cut]
-        if factor.size % (math.prod(same) * self.mesh.sizes[axis]) == 0:
+        beside: list[Cut] = []
+        num_parts = self.mesh.sizes[axis]
+        if any(earlier):
+            beside = [c for c in earlier if c is not None and (c.factor, cut.factor) in rule.together]
+            num_parts *= math.prod(n for c, n in zip(earlier, self.mesh.sizes, strict=False) if c == cut)
+            if any(c.grain for c in beside):
+                return None  # parts of different sizes are not cut again
+        if factor.size % num_parts == 0:
             return cut
         grain = rule.sizes[cut.factor] // (cut.split * factor.size)
         if factor not in self.padded[axis] or not rule.may_be_uneven(cut.factor, cut.split, grain):
@@ -311,10 +313,29 @@ class _Ops:
         return Cut(cut.factor, cut.split, grain)
 
 
-def _share_a_dim(rule: OpRule, one: Cut, other: Cut) -> bool:
-    """Whether two cuts cut the same dim of some operand or result."""
-    groups = (group for dims in (*rule.inputs, *rule.outputs) for group in dims)
-    return any(one.factor in group and other.factor in group for group in groups)
+@lru_cache(maxsize=4096)
+def even_cut(factor: str, split: int) -> Cut:
+    """A cut into equal parts; equal ones are one object."""
+    return Cut(factor, split)
+
+
+def _sharding(rule: OpRule, cuts: tuple[Cut | None, ...], passing: tuple[frozenset[int], ...]) -> NodeSharding:
+    """How an op runs of which this is cut along each axis, with the inputs whose unreduced sums flow through it."""
+    key = (cuts, passing)
+    if key not in rule.known:
+        axes = range(len(cuts))
+        inputs = tuple(
+            one_object(tuple(UNREDUCED if i in passing[a] else input_placement(rule, dims, cuts[a]) for a in axes))
+            for i, dims in enumerate(rule.inputs)
+        )
+        outputs = tuple(
+            one_object(tuple(UNREDUCED if passing[a] else output_placement(rule, dims, cuts[a]) for a in axes))
+            for dims in rule.outputs
+        )
+        is_unreduced = any(UNREDUCED in sharding for sharding in outputs)
+        rule.known[key] = NodeSharding(inputs, outputs, cuts, rule, is_unreduced)
+    found: NodeSharding = rule.known[key]
+    return found
 
 
 def _is_outside(rule: OpRule, one: Cut, other: Cut) -> bool:
