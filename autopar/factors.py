@@ -46,13 +46,12 @@ def root(factor: Factor) -> Factor:
 def leaves(factors: Iterable[Factor]) -> list[Factor]:
     """The uncut factors, outermost first, without those of size one."""
     out: list[Factor] = []
-    stack = list(reversed(list(factors)))
-    while stack:
-        factor = root(stack.pop())
-        if factor.parts:
-            stack.extend(reversed(factor.parts))
-        elif factor.size != 1:
-            out.append(factor)
+    for factor in factors:
+        found = factor if factor.parent is None else root(factor)
+        if found.parts:
+            out += leaves(found.parts)
+        elif found.size != 1:
+            out.append(found)
     return out
 
 
@@ -85,7 +84,7 @@ def unify(left: Iterable[Factor], right: Iterable[Factor]) -> bool:
 
 def _unify_two(left: Factor, right: Factor) -> None:
     """As `unify` of one factor with another, which is nearly always a matter of two equal uncut ones."""
-    x, y = root(left), root(right)
+    x, y = left if left.parent is None else root(left), right if right.parent is None else root(right)
     if x.size != y.size or x.parts or y.parts:
         unify([x], [y])
     elif x is not y and x.size != 1:

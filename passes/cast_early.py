@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.graph import add_call
-from autopar.passes.reshard import communicates, is_reshard
+from autopar.passes.reshard import communicates, reshard
 from autopar.placement import Partial, meta_value
 from autopar.rules import is_look
 
@@ -19,7 +19,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 def cast_early(module: fx.GraphModule) -> fx.GraphModule:
     """Move casts ahead of the reshards that they follow."""
-    for node in [n for n in module.graph.nodes if is_reshard(n) and _moves_parts(n)]:
+    for node in filter(_moves_parts, module.graph.find_nodes(op="call_function", target=reshard)):
         looks, readers = _readers(node)
         dtypes = {reader.kwargs["dtype"] if _is_cast(reader) else None for reader in readers}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
@@ -30,7 +30,7 @@ def cast_early(module: fx.GraphModule) -> fx.GraphModule:
 
 def _moves_parts(reshard: fx.Node) -> bool:
     """Whether a reshard sends parts of a value elsewhere, rather than summing or only slicing."""
-    return communicates(reshard) and not any(isinstance(now, Partial) for now in reshard.meta["source"])
+    return communicates(reshard) and Partial not in map(type, reshard.meta["source"])
 
 
 def _readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.graph import add_call
+from autopar.placement import meta_value
 from autopar.program import COLLECTIVE_KINDS, collective_kind, collective_nodes
 
 aten = torch.ops.aten
@@ -121,7 +123,10 @@ class _Bucket:
 
 def wait_of(collective: fx.Node) -> fx.Node:
     """The node that waits for a collective."""
-    return next(u for u in collective.users if u.target is WAIT)
+    for user in collective.users:
+        if user.target is WAIT:
+            return user
+    raise AssertionError(f"nobody waits for {collective}")
 
 
 def _readers(value: fx.Node) -> Iterable[fx.Node]:
@@ -255,9 +260,7 @@ class _Flat:
         return int(self.members[0].args[-2])  # type: ignore[arg-type]
 
     def _emit(self, op: Any, args: tuple[Any, ...], shape: tuple[int, ...]) -> fx.Node:
-        node = self.graph.call_function(op, args)
-        node.meta = {**self.meta, "val": torch.empty(shape, dtype=self.dtype, device="meta")}
-        return node
+        return add_call(self.graph, op, args, {}, {**self.meta, "val": meta_value(shape, self.dtype)})
 
 
 def _common_module(paths: list[str]) -> str:

@@ -137,9 +137,9 @@ def cut_whole(joint: JointGraph, analysis: FactorAnalysis, plan: Plan) -> tuple[
     wanted = [ranked(analysis, (ref for ref in refs if ref.label not in (EXPERTS, SENT))) for refs in plan.factors]
     if not any(wanted):
         return ()
-    return tuple(
-        n for n in joint.module.graph.nodes if n.target in DECOMPOSITIONS and _is_cut(n, analysis, wanted, plan)
-    )
+    find = joint.module.graph.find_nodes
+    nodes = sorted(node for op in DECOMPOSITIONS for node in find(op="call_function", target=op, sort=False))
+    return tuple(n for n in nodes if _is_cut(n, analysis, wanted, plan))
 
 
 def decompose(joint: JointGraph, nodes: Iterable[fx.Node], folded: JointGraph | None = None) -> JointGraph:

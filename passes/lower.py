@@ -17,7 +17,7 @@ from autopar.local_ops import chunk_range, drop_padding, overlaps, pad_dim, take
 from autopar.mesh import Mesh
 from autopar.passes.localise_padding import drop_padding_of_outputs, valid_part, without_ones
 from autopar.passes.moves import Step, is_same_cut, route
-from autopar.passes.reshard import is_reshard
+from autopar.passes.reshard import reshard
 from autopar.placement import (
     DimCut,
     Partial,
@@ -41,7 +41,7 @@ def lower_reshards(module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
     """Replace every reshard by the collectives and slices that carry it out."""
     graph = module.graph
     ranks = {n.meta["axis"]: n for n in graph.find_nodes(op="placeholder") if "axis" in n.meta}
-    for node in [n for n in graph.nodes if is_reshard(n)]:
+    for node in graph.find_nodes(op="call_function", target=reshard):
         with graph.inserting_before(node):
             lowering = _Lowering(graph, node, mesh, ranks)
             lowering.pad_uneven()
@@ -120,7 +120,7 @@ class _Lowering:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(int(n) for n in self.value.meta["val"].shape)
+        return tuple(self.value.meta["val"].shape)
 
     def _emit(self, op: Any, args: tuple[Any, ...], shape: tuple[int, ...], **kwargs: Any) -> None:
         meta = {
