@@ -292,11 +292,7 @@ def _makes_by_shapes(op: OpOverload) -> bool:
 class _QuickNode(fx.Node):
     """A node that is made without checks of its call, and whose attributes but two are set like any object's."""
 
-    def __init__(
-        self, graph: fx.Graph, name: str, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], of: Any
-    ) -> None:
-        _NodeBase.__init__(self, graph, name, op, target, of)
-        self._update_args_kwargs(args, kwargs)
+    __init__ = _NodeBase.__init__  # whoever makes one gives it its arguments
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("name", "op", "target"):  # by which the graph finds it
@@ -310,9 +306,6 @@ class _QuickTable(_FindNodesLookupTable):
 
     def _key(self, node: fx.Node) -> tuple[str, Any]:
         return (node.op, id(node.target) if node.op == "call_function" else None)
-
-    def insert(self, node: fx.Node) -> None:
-        self.table[node.op, id(node.target) if node.op == "call_function" else None][node] = None  # type: ignore[index]
 
     def find_nodes(self, *, op: str, target: Any = None) -> list[fx.Node]:
         if op == "call_function":
@@ -345,10 +338,12 @@ class QuickGraph(fx.Graph):
         if name is None:
             name = _name_of(target.__name__ if op == "call_function" else target)
         name = self._new_name(name)
-        node = _QuickNode(self, name, op, target, args or (), kwargs or {}, type_expr)
+        node: fx.Node = _QuickNode(self, name, op, target, type_expr)
+        node._update_args_kwargs(args or (), kwargs or {})
         self._graph_namespace._obj_to_name[node] = name
         self._insert(node)
-        self._find_nodes_lookup_table.insert(node)
+        key: Any = (op, id(target) if op == "call_function" else None)  # as `_QuickTable` has it
+        self._find_nodes_lookup_table.table[key][node] = None
         self._len += 1
         return node
 

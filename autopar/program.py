@@ -127,6 +127,14 @@ def collective_kind(node: fx.Node) -> str | None:
     return _KIND_OF_ID.get(id(node.target))  # by identity, since PyTorch works out an op's hash in Python
 
 
+def is_collective_step(node: fx.Node) -> bool:
+    """Whether a node starts a collective or waits for one."""
+    return id(node.target) in _COLLECTIVE_STEPS
+
+
+_COLLECTIVE_STEPS = {id(torch.ops._c10d_functional.wait_tensor.default), *_KIND_OF_ID}
+
+
 def collective_axis(node: fx.Node) -> str:
     """The mesh axis of a collective node: its group argument, always the last one."""
     return str(node.args[-1])

@@ -25,7 +25,7 @@ from torch import fx
 
 from autopar.cost_model.liveness import GRADIENT, OPTIMIZER, PARAM, Block, Liveness, owner_of, placeholders
 from autopar.cost_model.ops import tensor_bytes
-from autopar.program import COLLECTIVE_KINDS, LocalProgram, collective_nodes
+from autopar.program import LocalProgram, collective_nodes, is_collective_step
 from autopar.regions import region_of
 from autopar.whole_plan import StandIns
 
@@ -191,11 +191,7 @@ class _Spans:
 
 def moves_data(node: fx.Node) -> bool:
     """Whether a node belongs to a collective, which a schedule moves away from the unit it serves."""
-    return node.op != "call_function" or id(node.target) in _MOVING or bool(node.meta.get("layout"))
-
-
-_MOVING = {id(op) for op in (torch.ops._c10d_functional.wait_tensor.default, *COLLECTIVE_KINDS)}
-"""By identity, since PyTorch works out an op's hash in Python."""
+    return node.op != "call_function" or is_collective_step(node) or bool(node.meta.get("layout"))
 
 
 __all__ = ["WHOLE", "Copies", "Shares", "moves_data", "repeat_units"]

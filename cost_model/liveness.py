@@ -202,15 +202,15 @@ class Liveness:
         """Blocks of a node's result: its base's if it is a view, new ones otherwise."""
         if node.op == "output":
             return None
-        module = node.meta.get("module", "")
+        meta = node.meta
         if node.op == "get_attr":  # both passes hold the same tensor
             name = str(node.target)
             if name not in self._constants:
-                self._constants[name] = self._allocate(node.meta.get("val"), module, PARAM, 0)
+                self._constants[name] = self._allocate(meta.get("val"), meta.get("module", ""), PARAM, 0)
                 self._use(self._constants[name], _ALWAYS)
             return self._constants[name]
         if workspace := workspace_bytes(node, self.layouts, self.device_kind):
-            self._add(workspace, now, module)
+            self._add(workspace, now, meta.get("module", ""))
         if node in self._collectives and self._collectives[node] != "all_reduce":
             self._in_flight[node] = self._busy_until_waited_for(node, self._collectives[node], now, values)
         base = aliased_input(node, self.layouts)
@@ -218,7 +218,7 @@ class Liveness:
             part = self._parts.get(node, _ALONE)
             if not part.is_stored:
                 return None
-            made = self._allocate(node.meta.get("val"), module, TEMPORARY, now)
+            made = self._allocate(meta.get("val"), meta.get("module", ""), TEMPORARY, now)
             if part.may_overwrite and isinstance(made, Block):
                 self._replacing.append((made, [b for used in node.all_input_nodes for b in _flatten(values[used])]))
             return made
@@ -227,7 +227,7 @@ class Liveness:
             index = node.args[1]
             assert isinstance(index, int)
             return shared[index]
-        value = node.meta.get("val")
+        value = meta.get("val")
         return (shared,) * len(value) if isinstance(value, (tuple, list)) else shared
 
     def _write_in_place(self) -> None:

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.graph import add_call
 from autopar.placement import meta_value
-from autopar.program import COLLECTIVE_KINDS, collective_kind, collective_nodes
+from autopar.program import COLLECTIVE_KINDS, collective_kind, collective_nodes, is_collective_step
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -186,7 +186,7 @@ def steps_after(collective: fx.Node) -> set[fx.Node] | None:
 
 def _only_moves(node: fx.Node) -> bool:
     """Whether a node belongs to a collective and computes nothing of the model."""
-    return bool(node.meta.get("layout")) or node.target is WAIT or collective_kind(node) is not None
+    return bool(node.meta.get("layout")) or is_collective_step(node)
 
 
 def _merge(graph: fx.Graph, bucket: _Bucket) -> None:

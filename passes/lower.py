@@ -77,11 +77,11 @@ class _Lowering:
         self.short.clear()
         if self.mesh.sizes[axis] == 1:
             self.state[axis] = then  # alone on its axis, a rank holds the whole either way
-        elif isinstance(now, Replicate):
+        elif type(now) is Replicate:  # by type, as `is_sharded`
             self._slice(axis, then)
-        elif isinstance(now, Partial) and is_sharded(then):
+        elif type(now) is Partial and is_sharded(then):
             self._reduce_scatter(axis, now, then)
-        elif isinstance(now, Partial):
+        elif type(now) is Partial:
             self._collective(c10d.all_reduce.default, (now.reduce_op,), axis, self.shape, self.shape)
         elif is_sharded(then) and is_same_cut(now, then):
             self._regrain(axis, now, then)

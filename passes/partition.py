@@ -29,7 +29,7 @@ def partition(joint: LocalGraph) -> tuple[LocalGraph, LocalGraph | None]:
     late = [o for o in outputs if o[0].kind is OutputKind.GRADIENT]
     if not late:
         return joint, None
-    forward = _ancestors(nodes, [n for _, n, _ in early if n is not None])
+    forward = _ancestors(nodes, [n for _, n, _ in early if n is not None], set())
     there = {*forward, *graph.find_nodes(op="get_attr"), *(n for n, s in specs.items() if s.kind in _FORWARD_INPUTS)}
     for node in nodes:
         if node.op != "call_function" or node in there or node.meta["backward"]:
@@ -37,7 +37,7 @@ def partition(joint: LocalGraph) -> tuple[LocalGraph, LocalGraph | None]:
         if there.issuperset(node.all_input_nodes):  # it reaches no tangent
             forward.add(node)
             there.add(node)
-    needed = _ancestors(nodes, [n for _, n, _ in late if n is not None])
+    needed = _ancestors(nodes, [n for _, n, _ in late if n is not None], forward)
     backward = {n for n in needed if n not in forward and n.op == "call_function"}
     read = dict.fromkeys(p for n in nodes if n in backward for p in n.all_input_nodes)
     read.update(dict.fromkeys(n for _, n, _ in late if n is not None))
@@ -45,11 +45,11 @@ def partition(joint: LocalGraph) -> tuple[LocalGraph, LocalGraph | None]:
     return _forward(joint, nodes, specs, forward, early, saved), _backward(joint, nodes, specs, backward, late, saved)
 
 
-def _ancestors(nodes: Sequence[fx.Node], roots: Sequence[fx.Node]) -> set[fx.Node]:
-    """What some nodes are computed from, themselves included; `nodes` are all, in order."""
+def _ancestors(nodes: Sequence[fx.Node], roots: Sequence[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
+    """What some nodes are computed from, themselves included, seen back to what is given; `nodes` are all, in order."""
     found = set(roots)
     for node in reversed(nodes):
-        if node in found:
+        if node in found and node not in given:
             found.update(node.all_input_nodes)
     return found
 

@@ -35,7 +35,7 @@ def is_reshard(node: fx.Node) -> bool:
 def communicates(node: fx.Node) -> bool:
     """Whether a reshard sends anything, rather than only slicing what is whole."""
     moves = zip(node.meta["source"], node.meta["sharding"], strict=True)
-    return any(now != then and not isinstance(now, Replicate) for now, then in moves)
+    return any(now != then and type(now) is not Replicate for now, then in moves)
 
 
 def insert_reshards(joint: JointGraph, assignment: Assignment, plan: Plan) -> fx.GraphModule:
@@ -270,8 +270,7 @@ def _width(dtype: torch.dtype) -> int:
 def gathers(source: Sharding, target: Sharding) -> bool:
     """Whether a reshard only makes cut axes whole."""
     return all(
-        now == then or (is_sharded(now) and isinstance(then, Replicate))
-        for now, then in zip(source, target, strict=True)
+        now == then or (is_sharded(now) and type(then) is Replicate) for now, then in zip(source, target, strict=True)
     )
 
 
