@@ -53,6 +53,7 @@ __all__ = [
     "shard_dim",
     "shard_grain",
     "shard_split",
+    "size_before",
 ]  # fmt: skip
 
 
@@ -237,6 +238,15 @@ def local_shape(
     return tuple(local)
 
 
+def size_before(axis: int, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> int:
+    """What the dim that an axis cuts measures before that: on the first rank, after the cuts that the others make of it
+    earlier.  Later ones are made inside its parts."""
+    order = [made.axis for made in cuts(sharding, mesh)]
+    earlier = order[: order.index(axis)]
+    rest = tuple(p if a in earlier else Replicate() for a, p in enumerate(sharding))
+    return local_shape(shape, rest, mesh)[shard_dim(sharding[axis])]
+
+
 def is_uneven(sharding: Sharding, axis: int, shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Whether an axis cuts a dim that it does not divide."""
     if not is_sharded(sharding[axis]) or type(sharding[axis]) is ByGroup:
@@ -247,9 +257,8 @@ def is_uneven(sharding: Sharding, axis: int, shape: tuple[int, ...], mesh: Mesh)
 @lru_cache(maxsize=4096)
 def _divides_unevenly(sharding: Sharding, axis: int, shape: tuple[int, ...], mesh: Mesh) -> bool:
     sharding = tuple(Replicate() if isinstance(p, ByGroup) else p for p in sharding)
-    rest = (*sharding[:axis], Replicate(), *sharding[axis + 1 :])
     made = cut_along(axis, sharding, mesh)
-    return bool(local_shape(shape, rest, mesh)[made.dim] // (made.split * made.grain) % mesh.sizes[axis])
+    return bool(size_before(axis, sharding, shape, mesh) // (made.split * made.grain) % mesh.sizes[axis])
 
 
 def describe_placement(placement: Placement) -> str:

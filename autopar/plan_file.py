@@ -20,7 +20,16 @@ from autopar.code_versions import versions
 from autopar.errors import InputError, PlanError
 from autopar.graph import InputKind, JointGraph
 from autopar.mesh import Mesh
-from autopar.placement import Partial, Sharding, describe_placement, is_sharded, shard_dim, shard_split
+from autopar.placement import (
+    Partial,
+    Sharding,
+    cuts,
+    describe_placement,
+    describe_sharding,
+    is_sharded,
+    shard_dim,
+    shard_split,
+)
 from autopar.plan import Plan
 from autopar.plan_reader import INFINITE, MAX_FILE_BYTES, SCHEMA_VERSION, plan_from_json
 from autopar.regions import prefixes
@@ -206,3 +215,22 @@ def _check_storage(name: str, sharding: Sharding, shape: tuple[int, ...], mesh: 
                 raise PlanError(f"{words}, but in this model it has shape {list(shape)}, without a dim {dim}")
             if shape[dim] % split:
                 raise PlanError(f"{words}, but its dim {dim} of size {shape[dim]} does not divide into {split} parts")
+    _check_nesting(name, sharding, shape, mesh)
+
+
+def _check_nesting(name: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> None:
+    """Parts of different sizes cannot be cut again: their parts would have more than two sizes, which no padding brings
+    to one."""
+    sizes = list(shape)
+    uneven: dict[int, str] = {}
+    for cut in cuts(sharding, mesh):
+        parts, axis = mesh.sizes[cut.axis], mesh.names[cut.axis]
+        if parts > 1 and cut.dim in uneven:
+            raise PlanError(
+                f"the plan stores parameter {name!r} as {describe_sharding(sharding, mesh)}, but axis "
+                f"{uneven[cut.dim]!r} makes parts of different sizes of its dim {cut.dim} of size {shape[cut.dim]}, "
+                f"which axis {axis!r} cannot cut again: cut another dim along {axis!r}, or leave it whole there"
+            )
+        if sizes[cut.dim] // cut.split % parts:
+            uneven[cut.dim] = axis
+        sizes[cut.dim] //= parts

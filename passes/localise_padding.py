@@ -19,7 +19,7 @@ from autopar.mesh import Mesh
 from autopar.passes.localise_indices import Emitter
 from autopar.passes.propagate import Cut
 from autopar.passes.reshard import is_reshard
-from autopar.placement import Replicate, Sharding, cut_along, is_uneven, local_shape
+from autopar.placement import Sharding, cut_along, is_uneven, size_before
 from autopar.rules import OpRule, is_tensor_node, tensor_inputs
 
 
@@ -76,8 +76,7 @@ def without_ones(split: int, grain: int = 1) -> tuple[int, ...]:
 def valid_part(sharding: Sharding, axis: int, shape: tuple[int, ...], mesh: Mesh, rank: fx.Node) -> tuple[Any, ...]:
     """The arguments of `drop_padding` after the first, for a value of global `shape` that an axis cuts unevenly."""
     made = cut_along(axis, sharding, mesh)
-    before = local_shape(shape, (*sharding[:axis], Replicate(), *sharding[axis + 1 :]), mesh)
-    size = before[made.dim] // made.split
+    size = size_before(axis, sharding, shape, mesh) // made.split
     return made.dim, size, mesh.sizes[axis], rank, *without_ones(made.split, made.grain)
 
 

@@ -342,6 +342,11 @@ def test_a_stale_plan_is_refused_with_the_difference() -> None:
         (SHAPES, (R, Partial("sum")), r"as partial\(sum\), but a parameter rests whole or cut"),
         (SHAPES, (R, shard(0, 3)), r"its dim 0 of size 7 does not divide into 3 parts"),
         ({**SHAPES, "wte.weight": ()}, (R, Shard(0)), r"has shape \[\], without a dim 0"),
+        (
+            SHAPES,
+            (Shard(0), Shard(0)),
+            r"axis 'dp' makes parts of different sizes of its dim 0 of size 7, which axis 'tp' cannot cut again: cut",
+        ),
     ],
 )
 def test_storage_must_fit_the_shapes(shapes: dict[str, tuple[int, ...]], sharding: Any, message: str) -> None:

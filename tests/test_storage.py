@@ -24,7 +24,8 @@ from autopar.layouts import Layout, find_layouts, storages
 from autopar.mesh import Mesh
 from autopar.passes import coalesce
 from autopar.placement import describe_sharding, local_shape, replicated, shard
-from autopar.plan import Plan
+from autopar.plan import Plan, Storage
+from autopar.plan_file import check_plan_matches
 from autopar.program import COLLECTIVE_KINDS, LocalProgram, collective_axis
 from autopar.strategies import cut_at_rest_along
 
@@ -112,6 +113,17 @@ def test_sizes_that_do_not_divide(width: int, classes: int, sizes: tuple[int, in
     ours = subject(Classifier(width, classes), torch.randn(8, 12), torch.arange(8))
     plan = spread(ours, *sizes)
     report = ours.compare(ours.program(plan), plan)
+    assert report.ok, str(report)
+
+
+def test_equal_parts_may_be_cut_again_unevenly() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(10, 14), nn.ReLU(), nn.Linear(14, 6))
+    ours = subject(layers, torch.randn(8, 10))
+    both = Storage((shard(0), shard(0)))
+    plan = Plan("by hand", GRID, ((), ()), dict.fromkeys(ours.joint.param_nodes(), both))
+    check_plan_matches(plan, ours.joint)
+    report = ours.compare(ours.program(plan), plan, num_steps=1)
     assert report.ok, str(report)
 
 
