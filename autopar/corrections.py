@@ -1,7 +1,7 @@
-"""Ops defined anew that PyTorch takes apart, while a model is traced, into others that do not give the op's numbers, or
-that read values to check them.
+"""Ops and functions, defined anew, that PyTorch takes apart into others that do not give their numbers while a model is
+traced, or that read values to check them.
 
-A value that the op itself refuses (a singular matrix, a negative weight) gives NaN, on every rank in the same step.
+A value that is refused otherwise (a singular matrix, a negative weight) gives NaN, on every rank in the same step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
@@ -127,6 +128,20 @@ def _observation_weights(rows: Tensor, fweights: Tensor | None, aweights: Tensor
     return weights
 
 
+def _rrelu(
+    self: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Tensor:
+    """`aten.rrelu`, which draws a slope for every element, whatever its sign."""
+    if generator is not None:
+        raise TypeError("rrelu with a generator of its own is not traced: leave the generator out")
+    slope = torch.empty_like(self).uniform_(lower, upper) if training else (lower + upper) / 2
+    return torch.where(self > 0, self, self * slope)
+
+
+def _rrelu_in_place(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return self.copy_(_rrelu(self, *args, **kwargs))
+
+
 CORRECTIONS: dict[Any, Callable[..., Any]] = {
     aten.cov.default: _cov,
     aten.linalg_cholesky.default: _cholesky,
@@ -136,4 +151,35 @@ CORRECTIONS: dict[Any, Callable[..., Any]] = {
     aten.linalg_solve.default: _solve,
     aten.linalg_tensorinv.default: _tensor_inverse,
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+    aten.rrelu.default: _rrelu,
+    aten.rrelu_.default: _rrelu_in_place,
 }
+"""By op."""
+
+
+def _gaussian_nll_loss(
+    input: Tensor,  # noqa: A002  (its name in PyTorch)
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """`torch.nn.functional.gaussian_nll_loss`."""
+    if not isinstance(var, Tensor):
+        return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
+    if var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    if var.ndim != input.ndim or any(v not in (1, n) for v, n in zip(var.shape, input.shape, strict=True)):
+        raise ValueError("var is of incorrect size")
+    is_valid, var = var >= 0, var.clone()
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    loss = 0.5 * _valid(is_valid, var.log() + (input - target).square() / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {F.gaussian_nll_loss: _gaussian_nll_loss}
+"""By function of PyTorch's that is written in Python."""

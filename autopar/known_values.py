@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar._compat import lists_by_items, real_tensors, tree_map
+from autopar.corrections import FUNCTIONS
 
 MAX_ELEMENTS = 2**20
 """Larger tensors stay unknown, so that tracing computes next to nothing."""
@@ -62,7 +63,7 @@ class KnownValues(TorchFunctionMode):
                 return func(*positional, **named)
         if func is torch.Tensor.__iter__ and args[0] in self._values and args[0].dim():
             return iter(self.__torch_function__(torch.Tensor.unbind, types, (args[0], 0)))
-        result = func(*args, **kwargs)
+        result = FUNCTIONS.get(func, func)(*args, **kwargs)
         made = list(_tensors(result))
         if any(t.is_meta for t in made):  # PyTorch's own, which works shapes out
             return result

@@ -63,6 +63,16 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "multilabel margin sum": lambda y: F.multilabel_margin_loss(
         y[0], torch.tensor([-1, 3, 3, 0, 0, 0]), reduction="sum"
     ),
+    "cov": lambda y: torch.cov(y[:, :4].T),
+    "cov of one": lambda y: torch.cov(y[:, 0], correction=2),
+    "cov weighted": lambda y: torch.cov(
+        y.T, correction=0, fweights=torch.arange(y.shape[0]), aweights=torch.linspace(0.1, 2, y.shape[0]).to(y)
+    ),
+    "corrcoef": lambda y: torch.corrcoef(y),
+    "gaussian nll": lambda y: F.gaussian_nll_loss(y, y.flip(0), y[:, 0].square(), full=True, eps=0.1),
+    "gaussian nll rows": lambda y: F.gaussian_nll_loss(y, y.flip(0), y[:, :1].exp(), reduction="none"),
+    "gaussian nll number": lambda y: F.gaussian_nll_loss(y, y.flip(0), 0.3, reduction="sum"),
+    "rrelu in evaluation": lambda y: F.rrelu(y) + F.rrelu(y * 2, 0.2, 0.4, inplace=True),
     "any": lambda y: y * (y > 0).any(1, keepdim=True),
     "triplet": lambda y: F.triplet_margin_loss(y[:2], y[2:4], y[4:6]),
 }
@@ -86,7 +96,8 @@ def test_taken_apart_equals_the_op(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["var", "var dim", "std", "var_mean", "logsumexp", "norm", "multi margin", "multilabel margin", "any"]
+    "name",
+    ["var", "var dim", "std", "var_mean", "logsumexp", "norm", "multi margin", "multilabel margin", "cov", "any"],
 )
 def test_statistics_of_a_cut_batch_are_the_whole_batchs(name: str) -> None:
     torch.manual_seed(0)

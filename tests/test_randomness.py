@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_models import TinyGpt, token_batch
 from torch import Tensor, nn
 
@@ -118,11 +119,14 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "multinomial": lambda y: torch.multinomial((torch.arange(5) == 3) + torch.ones(y.numel(), 5), 1).view_as(y) * 1.0,
     "with replacement": lambda y: torch.multinomial((torch.arange(5) == 3) + torch.ones(5), y.numel(), True).view_as(y),
     "bernoulli_ of tensors": lambda y: torch.empty_like(y).bernoulli_(torch.full_like(y, 0.3)),
+    "rrelu": lambda y: F.rrelu(-y, 0.25, 0.75, training=True),
+    "rrelu_": lambda y: F.rrelu(-1 * y, 0.25, 0.75, training=True, inplace=True),
 }
 MOMENTS = {
     "uniform_": (1, 4 / 3), "normal_": (2, 0.25), "normal of tensors": (2, 0.25), "exponential_": (0.25, 1 / 16),
     "randint": (1, 4), "randint_like": (1, 4), "distribution": (2, 0.25), "multinomial": (13 / 6, 65 / 36),
     "with replacement": (13 / 6, 65 / 36), "bernoulli_ of tensors": (0.3, 0.21),
+    "rrelu": (-0.5, 1 / 48), "rrelu_": (-0.5, 1 / 48),
 }  # fmt: skip
 
 
