@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from autopar import grouped
-from autopar._compat import grouped_mm, tree_map
+from autopar._compat import grouped_mm, tree_leaves, tree_map
 from autopar.errors import InputError
 from autopar.graph import GraphInput, InputKind, JointGraph, OutputKind
 from autopar.signature import flatten_inputs
@@ -190,6 +190,9 @@ def in_float64(
         value = _value_in_float64(tensor, generator)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
+    for tensor in _plain_tensors(model):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _value_in_float64(tensor, generator)
     copied = copy.deepcopy(model, memo)
 
     def convert(leaf: Any) -> Any:
@@ -198,6 +201,17 @@ def in_float64(
         return leaf.detach().cpu().double() if leaf.is_floating_point() else leaf.detach().cpu()
 
     return copied, tree_map(convert, args), tree_map(convert, dict(kwargs))
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """What modules hold beside parameters and buffers: constants, and weights that are computed from others, which
+    PyTorch would not copy."""
+    for module in model.modules():
+        held = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+        yield from (leaf for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor) and not is_lazy(leaf))
+
+
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
 
 
 def _value_in_float64(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -347,6 +347,30 @@ def test_inputs_that_cannot_be_verified(model: nn.Module, inputs: Tensor, messag
         verify(model, "ddp", inputs, mesh=2)
 
 
+class Holds(nn.Module):
+    """Constants that are no buffers, and weights that PyTorch computes before each call and would not copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.weight_norm(nn.Linear(12, 16))  # type: ignore[no-untyped-call]
+        self.down = nn.utils.spectral_norm(nn.Linear(16, 8))
+        self.turn, self.tables = torch.randn(8, 8), {"shift": [torch.randn(8)]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))) @ self.turn + self.tables["shift"][0]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("strategy", ["zero3", "tp"])
+def test_what_modules_hold_beside_parameters_is_compared_in_float64_too(strategy: str) -> None:
+    torch.manual_seed(0)
+    model = Holds()
+    model(torch.ones(2, 12))
+    report = verify(model, strategy, torch.randn(8, 12), mesh=4, num_steps=1)
+    assert report.ok, str(report)
+    assert model.turn.dtype == torch.float32
+
+
 def test_verify_takes_plans_and_names_only() -> None:
     with pytest.raises(InputError, match="verify takes a plan or a strategy's name, got None"):
         verify(Mlp(), None, torch.ones(4, 12))  # type: ignore[arg-type]
