@@ -95,6 +95,11 @@ def _std(
     return _var(self, dim, correction=correction, keepdim=keepdim).sqrt()
 
 
+def _aminmax(self: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    dims = list(range(self.ndim)) if dim is None else [dim]
+    return self.amin(dims, keepdim), self.amax(dims, keepdim)
+
+
 # ---------------------------------------------------------------------------------------------------------- weight norm
 
 
@@ -261,6 +266,7 @@ def _constant(call: Call) -> Definition:
 _CONSTANTS = (
     aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_empty, aten.new_zeros, aten.new_ones,
     aten.new_full, aten.empty.memory_format, aten.empty_strided, aten.new_empty_strided, aten.zeros, aten.ones,
+    aten._efficientzerotensor,
 )  # fmt: skip
 
 
@@ -276,6 +282,7 @@ _DEFINITIONS: dict[Any, Callable[[Call], Definition | None]] = {
     aten.std.correction: _always(_std),
     aten.var_mean.correction: _always(_var_mean),
     aten.std_mean.correction: _always(_std_mean),
+    aten.aminmax.default: _always(_aminmax),
     aten._weight_norm_interface.default: _always(_weight_norm),
     aten._weight_norm_interface_backward.default: _always(_weight_norm_backward),
     aten._embedding_bag.default: _embedding_bag,

@@ -14,6 +14,7 @@ aten = torch.ops.aten
 
 @derives(
     aten.cholesky_inverse.default,
+    aten.cholesky_solve.default,
     aten.linalg_cholesky_ex.default,
     aten.linalg_eigh.default,
     aten.linalg_householder_product.default,

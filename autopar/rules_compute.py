@@ -13,10 +13,15 @@ aten = torch.ops.aten
 
 # ---------------------------------------------------------------------------------------------------------- pointwise
 
-_JOINTLY_LINEAR = {aten.add.Tensor: ("self", "other"), aten.sub.Tensor: ("self", "other")}
+_JOINTLY_LINEAR = {
+    aten.add.Tensor: ("self", "other"),
+    aten.sub.Tensor: ("self", "other"),
+    aten.complex.default: ("real", "imag"),
+}
 _LINEAR_IN_EACH = {aten.mul.Tensor: ("self", "other"), aten.div.Tensor: ("self",)}
 _LINEAR = {
     aten.neg.default,
+    aten._neg_view.default,
     aten.mul.Scalar,
     aten.div.Scalar,
     aten.clone.default,
@@ -52,6 +57,8 @@ _LINEAR = {
     aten._prelu_kernel,
     aten._prelu_kernel_backward,
     aten._conj,
+    aten._neg_view,
+    aten.complex.default,
     aten.polar.default,
     aten._conj_physical,
     aten.resolve_conj,
@@ -132,6 +139,7 @@ def reduction(call: Call) -> OpRule:
     aten.cumsum,
     aten.logcumsumexp,
     aten.cumprod,
+    aten.prod.dim_int,
     aten.argmax,
     aten.argmin,
 )

@@ -185,6 +185,13 @@ def write_slice(call: Call) -> OpRule:
     return build(call, {"self": dims, "src": part}, [dims], whole=[base[dim], "part"], linear=[["self", "src"]])
 
 
+@derives(aten.diagonal_scatter.default)
+def write_diagonal(call: Call) -> OpRule:
+    """A diagonal of two dims is written."""
+    dims, line, whole = _diagonal(call, len(call.out_shape))
+    return build(call, {"self": dims, "src": line}, [dims], whole=whole, linear=[["self", "src"]])
+
+
 def _is_zeros(value: object) -> bool:
     """Whether this is the constant 0, onto which parts may be summed rank by rank: anything else would count once for
     each rank."""

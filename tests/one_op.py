@@ -214,7 +214,7 @@ def assert_same(found: Any, expected: Any, what: str) -> None:
         return
     assert found.dtype == expected.dtype, what
     assert found.shape == expected.shape, what
-    if not expected.is_floating_point():
+    if not (expected.is_floating_point() or expected.is_complex()):
         assert torch.equal(found, expected), what
     elif expected.numel():
         scale = max(1e-30, expected.nan_to_num(0.0, 0.0, 0.0).abs().max().item())

@@ -256,6 +256,8 @@ REDUCTIONS = [
     case(aten.cumsum.default, f(5, 6), -2),
     case(aten.cumsum.default, b(6, 5), 1, dtype=torch.int64),
     case(aten.cumprod.default, f(6, 5), 1),
+    case(aten.prod.dim_int, f(6, 5), 1),
+    case(aten.prod.dim_int, f(5, 6), 0, True),
     case(aten.logcumsumexp.default, f(6, 5), 1),
     case(aten.argmax.default, f(6, 5), 1),
     case(aten.argmax.default, f(6, 5), -1, True),

@@ -14,6 +14,7 @@ def lengths(*each: int) -> torch.Tensor:
 
 BATCHED: list[Case] = [
     case(aten.cholesky_inverse.default, f(6, 3, 3)),
+    case(aten.cholesky_solve.default, f(6, 3, 2), f(6, 3, 3), True),
     case(aten.linalg_cholesky_ex.default, f(6, 3, 3)),
     case(aten.linalg_eigh.default, f(6, 3, 3)),
     case(aten.linalg_householder_product.default, f(2, 3, 5, 4), f(2, 3, 4)),

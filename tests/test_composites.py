@@ -73,6 +73,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "gaussian nll rows": lambda y: F.gaussian_nll_loss(y, y.flip(0), y[:, :1].exp(), reduction="none"),
     "gaussian nll number": lambda y: F.gaussian_nll_loss(y, y.flip(0), 0.3, reduction="sum"),
     "rrelu in evaluation": lambda y: F.rrelu(y) + F.rrelu(y * 2, 0.2, 0.4, inplace=True),
+    "aminmax": lambda y: y.aminmax(dim=1, keepdim=True).max - y.aminmax().min,
     "any": lambda y: y * (y > 0).any(1, keepdim=True),
     "triplet": lambda y: F.triplet_margin_loss(y[:2], y[2:4], y[4:6]),
 }
