@@ -79,6 +79,7 @@ class FlatModule(nn.Module):
         if self.dtypes:  # whoever adds losses up, or scales them, wants no bfloat16
             outputs = [at_least_float32(t) if t.ndim == 0 else t for t in outputs]
         reassigned = self.state.reassigned(held)
+        self.state.left = self.state.changes()
         self.outputs = (
             *(GraphOutput(OutputKind.OUTPUT, path) for path in self.output_tree.paths),
             *(GraphOutput(OutputKind.MUTATION, name) for name in reassigned),

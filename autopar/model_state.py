@@ -55,6 +55,8 @@ class ModelState:
             for value in attributes.values()
             if type(value) in _CONTAINERS
         ]
+        self.left: dict[str, Any] = {}
+        """What the last forward set on the modules, see `changes`."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -72,6 +74,24 @@ class ModelState:
                 container.extend(content)
             elif content:
                 container.update(content)
+
+    def changes(self) -> dict[str, Any]:
+        """What modules hold now that they did not before, by path and attribute: numbers, texts and tensors, by
+        themselves or put into a list or dict.  (Registered tensors are `reassigned`'s.)"""
+        changed: dict[str, Any] = {}
+        contents = {id(container): content for container, content in self._contents}
+        for module, attributes in self._attributes:
+            path = self.paths[id(module)]
+            computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+            for name, value in vars(module).items():
+                if name in _REGISTRIES or name in computed:  # such a hook computes a weight before each call
+                    continue
+                place = f"{path}.{name}" if path else name
+                if id(value) in contents:
+                    changed |= _additions(place, value, contents[id(value)])
+                elif isinstance(value, _VALUES) and value is not attributes.get(name):
+                    changed[place] = value
+        return changed
 
     def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Let the modules hold `tensors`, by first name, instead of their own."""
@@ -103,6 +123,19 @@ class ModelState:
 
 
 _CONTAINERS = (dict, OrderedDict, list, set)
+_REGISTRIES = {"_parameters", "_buffers", "_modules"}
+_VALUES = (bool, int, float, complex, str, torch.Tensor)
+
+
+def _additions(place: str, container: Any, before: Any) -> dict[str, Any]:
+    """What a container holds now that its copy `before` does not."""
+    if isinstance(container, dict):
+        new = {f"{place}[{key!r}]": v for key, v in container.items() if not before or v is not before.get(key)}
+    elif isinstance(container, list) and len(container) > len(before):
+        new = {f"{place}[{i}]": container[i] for i in range(len(before), len(container))}
+    else:
+        return {}
+    return {name: value for name, value in new.items() if isinstance(value, _VALUES)}
 
 
 def _refuse_unsplittable(name: str, tensor: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ allocated: parameters may be on the meta device, or be sharded DTensors (their g
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._compat import FakeTensorMode, KnownOps, capture_joint, new_fake_mode, value_read
+from autopar._compat import FakeTensorMode, KnownOps, as_captured, capture_joint, new_fake_mode, value_read
 from autopar.captured import Captured, captured_by_aot, has_symbol, joint_graph
 from autopar.errors import AutoparError, InputError, TraceError
 from autopar.flat_module import FlatModule
@@ -98,7 +99,9 @@ def trace(
     with annotate_modules(model), cast_inputs(model, used):
         whole = ModelState(model)
         call = _Call(model, signature, used, tensors, shapes, _target_device(whole, device), train, dims, dtype)
-        return (fold and call.folded(whole)) or call.joint(whole)
+        joint = (fold and call.folded(whole)) or call.joint(whole)
+        call.check_side_effects(whole)
+        return joint
 
 
 @dataclass
@@ -226,10 +229,62 @@ class _Call:
             return None
         return joint
 
+    def check_side_effects(self, state: ModelState) -> None:
+        """Look at what the forward has left on the modules, which a program does not: it is a trace's once.
+
+        Raises:
+            TraceError: if a number there is another one after each call.
+        """
+        kept = [place for place, value in state.left.items() if getattr(value, "requires_grad", False)]
+        if kept:
+            warnings.warn(
+                f"the model's forward keeps {_some(kept)}, which autograd follows: the compiled program leaves it as it"
+                " was before the first call, so return it from forward if a loss or anything else reads it",
+                stacklevel=2,
+            )
+        first = {place: value for place, value in state.left.items() if not isinstance(value, torch.Tensor)}
+        if not first:
+            return
+        again = self._after_another_call(state)
+        counters = [f"{place} ({value!r}, then {again[place]!r})" for place, value in first.items() if place in again]
+        if counters:
+            raise TraceError(
+                f"the model's forward changes {_some(counters)} at each call, but Python runs once, while the model is"
+                " traced: register it as a buffer (a tensor, which forward may add to), count outside of forward and"
+                " pass it in, or leave it out"
+            )
+
+    def _after_another_call(self, state: ModelState) -> dict[str, Any]:
+        """What differs, by place, when the model is called again as the first call left it."""
+        known = KnownResults(new_fake_mode(known=self.known))
+        flat = FlatModule(self.model, state, self.signature, self.used)
+        inputs = self._fakes(state, known.mode)
+        args, kwargs = self.signature.rebuild(inputs[len(state.tensors) :])
+        try:
+            with as_captured(known.mode), known.mode, torch.no_grad(), KnownValues():
+                flat.run(*inputs)
+                before = dict(state.left)
+                flat.call(*args, **kwargs)
+                after = state.changes()
+        except Exception as error:  # noqa: BLE001  (the model's own, which a first call does not meet)
+            _LOGGER.debug("not called again: %s", error)
+            return {}
+        finally:
+            state.restore()
+        return {place: value for place, value in after.items() if _is_other(value, before.get(place))}
+
     def _record(self, state: ModelState, numbers: dict[Hashable, int], known: KnownResults) -> Record:
         flat = FlatModule(self.model, state, self.signature, self.used)
         with self._grad_mode(), KnownValues():
             return record_call(flat, self._fakes(state, known.mode), numbers, known)
+
+
+def _is_other(value: Any, before: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and (type(value) is not type(before) or bool(value != before))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _target_device(state: ModelState, device: torch.device | str | None) -> torch.device:

@@ -858,6 +858,61 @@ class Alters(nn.Module):
         return x @ self.function(self.weight)
 
 
+class Leaves(nn.Module):
+    """Does something to itself in each call."""
+
+    def __init__(self, action: Callable[[Any, Tensor], object], norm: type[nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        self.layer, self.norm, self.action = nn.Linear(4, 4), norm(*[4] * (norm is not nn.Identity)), action
+        self.calls, self.seen, self.kept, self.rows = 0, {"calls": 0}, [], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.layer(x))
+        self.action(self, y)
+        return y.mean()
+
+
+def count(module: Any, _: Tensor) -> None:
+    module.calls += 1
+
+
+def count_in_a_dict(module: Any, _: Tensor) -> None:
+    module.seen["calls"] += 1
+
+
+def keep_an_output(module: Any, y: Tensor) -> None:
+    module.kept.append(y.square().mean())
+
+
+def keep_a_size(module: Any, y: Tensor) -> None:
+    module.rows, module.last = len(y), y.detach()
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, nn.BatchNorm1d], ids=["written", "captured"])
+@pytest.mark.parametrize(("action", "name"), [(count, "calls"), (count_in_a_dict, "seen['calls']")])
+def test_a_number_that_changes_at_each_call_is_refused(
+    action: Callable[[Any, Tensor], object], name: str, norm: type[nn.Module]
+) -> None:
+    model = nn.Sequential(Leaves(action, norm))
+    with pytest.raises(TraceError, match=rf"forward changes 0\.{re.escape(name)} \(1, then 2\) at each call.*buffer"):
+        trace(model, (torch.randn(2, 4),), {})
+    assert model[0].calls == 0
+    assert model[0].seen == {"calls": 0}
+
+
+def test_a_tensor_that_is_kept_for_others_to_differentiate_is_told() -> None:
+    model = nn.Sequential(Leaves(keep_an_output))
+    with pytest.warns(UserWarning, match=r"forward keeps 0\.kept\[0\], which autograd follows.*return it from forward"):
+        trace(model, (torch.randn(2, 4),), {})
+    assert model[0].kept == []
+
+
+@pytest.mark.filterwarnings("error:.*forward keeps:UserWarning")
+def test_what_is_the_same_after_each_call_is_left_alone() -> None:
+    call = ((random(2, 4),), {})
+    check_against_eager(Leaves(keep_a_size).double(), call, call)
+
+
 def test_an_op_with_effects_is_refused() -> None:
     def prints(weight: Tensor) -> Tensor:
         torch.ops.aten._print("here")
