@@ -67,7 +67,17 @@ class Search:
                 _polish(self._bases, POLISHED_NODES // self._effort)
             else:
                 self._run_smaller()
+                return self._as_budgets_find()
         return self._simulated()
+
+    def _as_budgets_find(self) -> list[Priced]:
+        """What is simulated; but of layouts that no budget looks at as long as others fit, only first plans and those
+        that are smaller than the others'.  So step time against memory is what planning under each budget gives."""
+        first = {id(one.simulate(BASE)) for one in self._kinds}
+        late = [p for one in self._most_frugal for p in one.priced.values() if id(p.simulation) not in first]
+        known = set(map(id, late))
+        others = [p for p in self._simulated() if id(p) not in known]
+        return others + [p for p in late if p.simulation.memory.total < _smallest_peak(others)]
 
     def _run_smaller(self) -> None:
         """Simulate what a budget below the smallest plan's peak would have simulated, until no plan is smaller: what is
