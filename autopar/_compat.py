@@ -10,7 +10,7 @@ import functools
 import gc
 import logging
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -114,6 +114,7 @@ __all__ = [
     "has_effects",
     "is_custom_function",
     "is_dense_fake",
+    "is_only_acting",
     "is_plain_fake",
     "is_value_missing",
     "job_store",
@@ -532,6 +533,15 @@ def has_effects(op: OpOverload) -> bool:
     from torch._higher_order_ops.effects import _get_effect
 
     return not op._schema.returns or _get_effect(op) is not None
+
+
+def is_only_acting(function: object, harmless: Collection[OpOverload]) -> bool:
+    """Whether a function is an op that has effects, and neither gives nor changes anything; but for `harmless` ones."""
+    if isinstance(function, OpOverloadPacket):
+        return any(is_only_acting(getattr(function, name), harmless) for name in function.overloads())  # type: ignore[no-untyped-call]
+    if not isinstance(function, OpOverload) or function in harmless or function.namespace == "profiler":
+        return False
+    return has_effects(function) and not function._schema.is_mutable
 
 
 def has_backward_hooks(model: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from autopar._compat import (
 )
 from autopar.captured import ASSERTIONS, copied
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
+from autopar.known_values import ActingError
 from autopar.ownership import annotation, current_module
 from autopar.views import Views, gives_views
 
@@ -86,13 +87,14 @@ class GraphWriter:
             value: fake tensors like that, for `meta["val"]`.
 
         Raises:
-            UnwritableError: if it writes to an input, or to memory that has names of an unknown kind; if it acts by
-                something else than its result; or if it gives what depends on the values of tensors.
+            ActingError: if it acts by something else than its result.
+            UnwritableError: if it writes to an input, or to memory that has names of an unknown kind; or if it gives
+                what depends on the values of tensors.
         """
         if op.namespace == "profiler":
             return
         if op not in ASSERTIONS and has_effects(op):
-            raise UnwritableError(f"{op} acts by something else than its result")
+            raise ActingError(str(op))
         if op._schema.is_mutable:
             self._replace(op, args, kwargs, result)
             return

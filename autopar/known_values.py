@@ -14,7 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar._compat import lists_by_items, real_tensors, tree_map
+from autopar._compat import is_only_acting, lists_by_items, real_tensors, tree_map
+from autopar.captured import ASSERTIONS
 from autopar.corrections import FUNCTIONS
 
 MAX_ELEMENTS = 2**20
@@ -38,8 +39,13 @@ _OTHER_READS = {
 }  # fmt: skip
 
 
+class ActingError(Exception):
+    """A model calls an op, named here, that acts by something else than its result.  AOTAutograd may leave it out."""
+
+
 class KnownValues(TorchFunctionMode):
-    """While it is active, reading a tensor that follows from constants alone gives its value."""
+    """While it is active, reading a tensor that follows from constants alone gives its value, and an op that neither
+    gives nor changes anything is an `ActingError`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,6 +70,8 @@ class KnownValues(TorchFunctionMode):
         if func is torch.Tensor.__iter__ and args[0] in self._values and args[0].dim():
             return iter(self.__torch_function__(torch.Tensor.unbind, types, (args[0], 0)))
         result = FUNCTIONS.get(func, func)(*args, **kwargs)
+        if result is None and is_only_acting(func, ASSERTIONS):
+            raise ActingError(str(func))
         made = list(_tensors(result))
         if any(t.is_meta for t in made):  # PyTorch's own, which works shapes out
             return result

@@ -23,7 +23,7 @@ from autopar.flat_module import FlatModule
 from autopar.fold import find_runs, find_stacks, held_only, is_unmoved
 from autopar.graph import JointGraph
 from autopar.graph_writer import GraphWriter, UnwritableError
-from autopar.known_values import KnownValues
+from autopar.known_values import ActingError, KnownValues
 from autopar.model_state import ModelState
 from autopar.ownership import annotate_modules
 from autopar.precision import cast_inputs, used_dtypes
@@ -36,7 +36,7 @@ from autopar.signature import (
     find_batch_dims,
     flatten_inputs,
 )
-from autopar.trace_errors import reads_itself, trace_error
+from autopar.trace_errors import acting_error, reads_itself, trace_error
 from autopar.unfold import check_unfolds, whole_names
 
 _LOGGER = logging.getLogger(__name__)
@@ -123,6 +123,8 @@ class _Call:
         """The graph of the model as it is now, whose state is `state`."""
         try:
             return self._written(state, {}, KnownResults(new_fake_mode(known=self.known)))[1]
+        except ActingError as error:
+            raise acting_error(error, state.paths) from error
         except Exception as error:  # noqa: BLE001  (the model's own: AOTAutograd meets it again)
             _LOGGER.debug("not written as the model runs: %s", error)
         return self._captured(state)
@@ -175,6 +177,8 @@ class _Call:
                 return capture_joint(flat, inputs, mode), flat
         except AutoparError:
             raise
+        except ActingError as error:
+            raise acting_error(error, state.paths) from error
         except Exception as error:  # whatever the model raises, reported with its place
             raise trace_error(error, state.paths, self.dtype, self._all_rows()) from error
         finally:

@@ -28,15 +28,7 @@ def trace_error(
         dtype: what the model computes in, if not in its tensors' dtypes.
         all_rows: the inputs' shapes with the rows of all ranks, by path; empty if there is but one.
     """
-    frames = list(_frames(error))
-    active = [paths[id(f.f_locals.get("self"))] for f, _ in frames if id(f.f_locals.get("self")) in paths]
-    module = f"module {active[-1]}" if active and active[-1] else "the root module"
-    places = [(f, number) for f, number in frames if not _is_library(f.f_code.co_filename)]
-    place = ""
-    if places:
-        frame, number = places[-1]
-        code = linecache.getline(frame.f_code.co_filename, number).strip()
-        place = f", {frame.f_code.co_filename}:{number}" + (f" (`{code}`)" if code else "")
+    place, in_library = _place(error, paths)
     reason = str(error).strip().partition("\n")[0].rstrip(".")
     if (read := value_read(error)) is not None:
         kind, op = read
@@ -44,10 +36,10 @@ def trace_error(
             function = _functions(error)[-1]
             kind, op = "op", resolve_name(function) or getattr(function, "__name__", repr(function))
         what, way_out = _READS[kind]
-        if places and "site-packages" in places[-1][0].f_code.co_filename:
+        if in_library:
             way_out = f"{_IN_LIBRARY}. In code of your own: {way_out[0].lower()}{way_out[1:]}"
         return TraceError(
-            f"cannot trace the model to one graph: {module}{place} depends on the values of a tensor:"
+            f"cannot trace the model to one graph: {place} depends on the values of a tensor:"
             f" {what.format(op=op)}. {way_out}. What follows from the inputs alone can also be computed before the call"
             " and passed in; shapes and Python values among the arguments are constants here and may decide"
         )
@@ -57,11 +49,34 @@ def trace_error(
     )
     shapes = ", ".join(f"{path} {list(shape)}" for path, shape in all_rows.items())
     return TraceError(
-        f"cannot trace the model to one graph: {module}{place} raised {type(error).__name__}: {reason}."
+        f"cannot trace the model to one graph: {place} raised {type(error).__name__}: {reason}."
         f"{f' The rows of all ranks are traced together: {shapes}.' if all_rows else ''}"
         f"{mixed if dtype else ''}"
         " If the model runs eagerly on the same inputs, it does something there that fake tensors cannot"
     )
+
+
+def acting_error(error: Exception, paths: Mapping[int, str]) -> TraceError:
+    """Where in the model an op is called for something else than what it gives, as `error` names it."""
+    return TraceError(
+        f"cannot trace the model to one graph: {_place(error, paths)[0]} calls {error}, which acts by something else"
+        " than its result, so that it can be neither moved nor repeated: put it under"
+        " `if not torch.compiler.is_compiling():`"
+    )
+
+
+def _place(error: Exception, paths: Mapping[int, str]) -> tuple[str, bool]:
+    """The module of the model and the line that an exception came from, and whether that line is an installed
+    library's."""
+    frames = list(_frames(error))
+    active = [paths[id(f.f_locals.get("self"))] for f, _ in frames if id(f.f_locals.get("self")) in paths]
+    module = f"module {active[-1]}" if active and active[-1] else "the root module"
+    places = [(f.f_code.co_filename, number) for f, number in frames if not _is_library(f.f_code.co_filename)]
+    if not places:
+        return module, False
+    name, number = places[-1]
+    code = linecache.getline(name, number).strip()
+    return f"{module}, {name}:{number}" + (f" (`{code}`)" if code else ""), "site-packages" in name
 
 
 def reads_itself(error: BaseException) -> bool:

@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -913,13 +914,42 @@ def test_what_is_the_same_after_each_call_is_left_alone() -> None:
     check_against_eager(Leaves(keep_a_size).double(), call, call)
 
 
-def test_an_op_with_effects_is_refused() -> None:
-    def prints(weight: Tensor) -> Tensor:
-        torch.ops.aten._print("here")
+@torch.library.custom_op("autopar_tests::tell", mutates_args=())
+def tell(x: Tensor) -> None:
+    raise AssertionError("never called")
+
+
+@tell.register_fake
+def _(x: Tensor) -> None:
+    return None
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 4)], ids=["written", "captured"])
+@pytest.mark.parametrize(
+    ("act", "op"),
+    [
+        (lambda weight: torch.ops.aten._print("here"), r"aten\._print"),
+        (lambda weight: tell(weight.detach()), r"autopar_tests\.tell"),
+        (lambda weight: torch.ops.autopar_tests.tell(weight), r"autopar_tests\.tell"),
+    ],
+    ids=["print", "custom", "custom by name"],
+)
+def test_an_op_with_effects_is_refused(act: Callable[[Tensor], None], op: str, norm: Callable[[], nn.Module]) -> None:
+    def altered(weight: Tensor) -> Tensor:
+        act(weight)
         return weight
 
-    with pytest.raises(TraceError, match=r"module 0 calls aten\._print\.default, which acts by something else"):
-        trace(nn.Sequential(Alters(prints)), (random(2, 4),), {})
+    with pytest.raises(TraceError, match=rf"module 1, .*test_trace\.py:\d+ .* calls {op}.* acts by something else"):
+        trace(nn.Sequential(norm(), Alters(altered)).double(), (random(3, 4),), {})
+
+
+def test_a_check_is_no_effect() -> None:
+    def checked(weight: Tensor) -> Tensor:
+        torch.ops.aten._assert_async.msg((weight > -9).all(), "small")
+        return weight
+
+    call = ((random(2, 4),), {})
+    check_against_eager(Alters(checked), call, call)
 
 
 def test_what_is_not_dense_is_refused() -> None:
