@@ -260,7 +260,7 @@ def misused() -> None:
     pm(torch.ones(2, 12)).sum().backward()
     with pytest.raises(autopar.InputError, match=r"holds parameter 'up.weight' as it was before autopar.parallelize"):
         early.step()
-    with pytest.raises(RuntimeError, match=r"mixed torch\\.Tensor and DTensor"):
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         model(torch.ones(2, 12))
     torch.optim.SGD(pm.parameters(), lr=0.1).step()
     with pytest.raises(autopar.InputError, match=r"cannot be pickled: .* autopar.save_checkpoint"):
