@@ -65,7 +65,7 @@ def test_equals_the_single_device(gloo2: RankPool, strategy: str, no_sync: bool)
     gloo2.run(accumulates, strategy, 2, no_sync)
 
 
-@pytest.mark.parametrize("strategy", ["hsdp", "fsdp+tp"])
+@pytest.mark.parametrize("strategy", [pytest.param("hsdp", marks=pytest.mark.slow), "fsdp+tp"])
 def test_equals_the_single_device_on_two_axes(gloo4: RankPool, strategy: str) -> None:
     gloo4.run(accumulates, strategy, "2x2", True)
 
@@ -134,8 +134,17 @@ def _alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_alone")
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tp"])
-@pytest.mark.parametrize("name", ["parameters dominate", "activations dominate"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("parameters dominate", "ddp"),
+        ("activations dominate", "ddp"),
+        ("parameters dominate", "zero3"),
+        pytest.param("activations dominate", "zero3", marks=pytest.mark.slow),
+        pytest.param("parameters dominate", "tp", marks=pytest.mark.slow),
+        ("activations dominate", "tp"),
+    ],
+)
 def test_memory_is_predicted(name: str, strategy: str) -> None:
     build, batch = MODELS[name]
     for precision in (None, "bf16"):

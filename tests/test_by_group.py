@@ -453,7 +453,8 @@ def trains_with_experts(plan: Plan, skewed: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "skewed", "label"), [((4,), False, EXPERTS), ((2, 2), True, EXPERTS), ((2, 2), True, SENT)]
+    ("sizes", "skewed", "label"),
+    [((4,), False, EXPERTS), pytest.param((2, 2), True, EXPERTS, marks=pytest.mark.slow), ((2, 2), True, SENT)],
 )
 def test_experts_train_on_processes(gloo4: RankPool, sizes: tuple[int, ...], skewed: bool, label: str) -> None:
     plan = expert_plan(subject(skewed_mixture(skewed), input_ids=tokens(), labels=tokens()), sizes, label)

@@ -77,7 +77,13 @@ def check_same(*call: Any, owners: bool = True, **settings: Any) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("name", ["alternating_experts", "bert", "gemma3", "gpt2_dropout", "llama", "tiny_gpt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("alternating_experts", "bert", "gemma3", "gpt2_dropout", "tiny_gpt"),
+        pytest.param("llama", marks=pytest.mark.slow),
+    ],
+)
 def test_models(name: str) -> None:
     build, call, _ = FOLDED[name]
     args, kwargs = call()

@@ -481,7 +481,12 @@ def trains_equally(kind: str, strategy: str, mesh: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy", "mesh"), [("Mixtral", "zero3", 4), ("DeepseekV3", "fsdp+tp", "2x2"), ("Qwen3Moe", "auto", 4)]
+    ("kind", "strategy", "mesh"),
+    [
+        ("Mixtral", "zero3", 4),
+        ("DeepseekV3", "fsdp+tp", "2x2"),
+        pytest.param("Qwen3Moe", "auto", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_mixtures_train_on_processes_as_on_one_device(gloo4: RankPool, kind: str, strategy: str, mesh: Any) -> None:
     gloo4.run(trains_equally, kind, strategy, mesh)
