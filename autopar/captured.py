@@ -31,6 +31,12 @@ ASSERTIONS = {
 }  # fmt: skip
 """Checks of values and of metadata, which give nothing."""
 
+ACTING = (
+    "which acts by something else than its result, so that it can be neither moved nor repeated: put it under"
+    " `if not torch.compiler.is_compiling():`"
+)
+"""What is wrong with an op that a model calls for its effects, and the way out."""
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -112,11 +118,7 @@ def _drop_profiler_marks(graph: fx.Graph) -> None:
 def _refuse_effects(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if str(node.target) == "with_effects":
-            raise TraceError(
-                f"module {traced_module(node) or '(root)'} calls {node.args[1]}, which acts by something else than its "
-                "result, so that it can be neither moved nor repeated: put it under "
-                "`if not torch.compiler.is_compiling():`"
-            )
+            raise TraceError(f"module {traced_module(node) or '(root)'} calls {node.args[1]}, {ACTING}")
 
 
 def _refuse_sparse(spec: GraphOutput, value: object) -> None:

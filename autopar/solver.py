@@ -11,8 +11,9 @@ from scipy.sparse import csr_array
 from autopar.enumeration import Choices, enumerate_choices
 from autopar.problem import Choice, Problem, is_beaten
 
-_KEPT = 256
-"""Of how many problems, and limits, the answer is kept: a search asks again when its budget changes."""
+_KEPT_PROBLEMS, _KEPT_ANSWERS = 32, 256
+"""Of how many problems the choices are kept, some megabytes each at most, and of how many limits HiGHS's answers: a
+search asks again when its budget changes."""
 
 
 def solve(problem: Problem, limit: float) -> Choice | None:
@@ -24,7 +25,7 @@ def solve(problem: Problem, limit: float) -> Choice | None:
     return _solve(problem, limit, by_time=True) if choices is None else choices.fastest(limit)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_KEPT_PROBLEMS)
 def enumerated(problem: Problem) -> Choices | None:
     """The choices that may be best within some limit; None if there are too many to look at."""
     return enumerate_choices(problem)
@@ -40,7 +41,7 @@ def smallest(problem: Problem) -> Choice:
     return choice
 
 
-@lru_cache(_KEPT)
+@lru_cache(_KEPT_ANSWERS)
 def _solve(problem: Problem, limit: float | None, by_time: bool) -> Choice | None:
     """A mixed-integer program for HiGHS.  Variables: a count and a flag "used" for each option, and the peak.
 

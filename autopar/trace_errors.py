@@ -13,6 +13,7 @@ import torch
 from torch.overrides import resolve_name
 
 from autopar._compat import is_value_missing, value_read
+from autopar.captured import ACTING
 from autopar.errors import TraceError
 from autopar.known_values import KnownValues, reads_values
 
@@ -58,11 +59,7 @@ def trace_error(
 
 def acting_error(error: Exception, paths: Mapping[int, str]) -> TraceError:
     """Where in the model an op is called for something else than what it gives, as `error` names it."""
-    return TraceError(
-        f"cannot trace the model to one graph: {_place(error, paths)[0]} calls {error}, which acts by something else"
-        " than its result, so that it can be neither moved nor repeated: put it under"
-        " `if not torch.compiler.is_compiling():`"
-    )
+    return TraceError(f"cannot trace the model to one graph: {_place(error, paths)[0]} calls {error}, {ACTING}")
 
 
 def _place(error: Exception, paths: Mapping[int, str]) -> tuple[str, bool]:
