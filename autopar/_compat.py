@@ -87,6 +87,7 @@ __all__ = [
     "OpOverloadPacket",
     "PlainAOTInput",
     "PlainAOTOutput",
+    "QuickDispatchMode",
     "QuickGraph",
     "StorageInfo",
     "StridedShard",
@@ -172,6 +173,17 @@ def fake_kernel(*ops: OpOverload) -> Callable[[Callable[..., Any]], Callable[...
         return function
 
     return register
+
+
+class QuickDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode whose calls Dynamo is not told to leave alone, which takes longer than most of them do.
+
+    Nothing that is compiled runs under one, so Dynamo never meets them.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class FakeMaker:

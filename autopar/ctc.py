@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from autopar._compat import fake_kernel
+from autopar.corrections import FUNCTIONS
 from autopar.rules import Call, Dims, OpRule, build, derives
 
 aten = torch.ops.aten
@@ -91,25 +92,23 @@ def sequences(call: Call) -> OpRule:
 # ------------------------------------------------------------------------------------------- in the place of PyTorch's
 
 
-class LengthsAsTensors(TorchFunctionMode):
+def _lengths_as_tensors(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Gives `ctc_loss` tensors of lengths instead of lists, and targets in rows instead of one after another.
 
     With lists, PyTorch writes into a tensor on the way, which a fake one does not allow.
     """
+    given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+    lengths, targets = given["target_lengths"], given["targets"]
+    if not isinstance(lengths, Tensor):
+        if targets.dim() == 1 and given["log_probs"].dim() == 3:
+            given["targets"] = _in_rows(targets, lengths)
+        given["target_lengths"] = _constants(lengths, targets.device)
+    if not isinstance(given["input_lengths"], Tensor):
+        given["input_lengths"] = _constants(given["input_lengths"], targets.device)
+    return func(**given)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func not in (F.ctc_loss, torch.ctc_loss):
-            return func(*args, **(kwargs or {}))
-        given = {**dict(zip(_ARGUMENTS, args, strict=False)), **(kwargs or {})}
-        lengths, targets = given["target_lengths"], given["targets"]
-        if not isinstance(lengths, Tensor):
-            if targets.dim() == 1 and given["log_probs"].dim() == 3:
-                given["targets"] = _in_rows(targets, lengths)
-            given["target_lengths"] = _constants(lengths, targets.device)
-        if not isinstance(given["input_lengths"], Tensor):
-            given["input_lengths"] = _constants(given["input_lengths"], targets.device)
-        return func(**given)
 
+FUNCTIONS |= {func: partial(_lengths_as_tensors, func) for func in (F.ctc_loss, torch.ctc_loss)}
 
 _ARGUMENTS = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
 

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from autopar import ctc  # noqa: F401  (takes the place of a function of PyTorch's)
 from autopar.batch_norm import averages_batches, averaging_forward
-from autopar.ctc import LengthsAsTensors
 from autopar.errors import InputError
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
 from autopar.model_state import ModelState
@@ -72,7 +72,7 @@ class FlatModule(nn.Module):
         self.state.put(held)
         for module in self.averaging:
             vars(module)["forward"] = partial(averaging_forward, module)
-        with LengthsAsTensors(), WideLosses() if self.dtypes else nullcontext():
+        with WideLosses() if self.dtypes else nullcontext():
             self.output_tree, outputs = flatten_output(self.call(*args, **kwargs))
         if not outputs:
             raise _no_tensors(self.output_tree)

@@ -8,6 +8,7 @@ are computed beside the fake ones.  What depends on an input, a parameter or a r
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class KnownValues(TorchFunctionMode):
         result = FUNCTIONS.get(func, func)(*args, **kwargs)
         if result is None and is_only_acting(func, ASSERTIONS):
             raise ActingError(str(func))
-        made = list(_tensors(result))
+        made = [result] if isinstance(result, torch.Tensor) else list(_tensors(result))
         if any(t.is_meta for t in made):  # PyTorch's own, which works shapes out
             return result
         if made or _changes(func, kwargs):
@@ -82,6 +83,10 @@ class KnownValues(TorchFunctionMode):
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, made: list[torch.Tensor]
     ) -> None:
+        # Nearly every call reads something that is not known, mostly its first argument.
+        if args and isinstance(args[0], torch.Tensor) and args[0] not in self._values and func not in _LIKE:
+            if not _changes(func, kwargs):
+                return
         given = list(_tensors((args, kwargs)))
         is_known = all(t in self._values for t in given) if given else func in _FACTORIES
         is_known = is_known or func in _LIKE
@@ -129,9 +134,13 @@ def reads_values(func: Any) -> bool:
 
 def _changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call writes into its first argument, or into `out`."""
-    name = getattr(func, "__name__", "")
+    return _writes(getattr(func, "__name__", "")) or ("out" in kwargs and kwargs["out"] is not None)
+
+
+@cache
+def _writes(name: str) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in _WRITES or kwargs.get("out") is not None
+    return in_place or name in _WRITES
 
 
 _OPERATORS = ["add", "and", "div", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor"]

@@ -17,7 +17,7 @@ from autopar._compat import (
     FakeMaker,
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
+    QuickDispatchMode,
     as_captured,
     autograd_nodes,
     device_of,
@@ -181,7 +181,7 @@ class KnownResults:
         self._found[op] = kept if isinstance(result, (list, tuple)) else kept[0]
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down each op that is called while it is active and the model's own code runs."""
 
     def __init__(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._compat import FakeTensorMode, KnownOps, as_captured, capture_joint, new_fake_mode, value_read
+from autopar._compat import FakeMaker, FakeTensorMode, KnownOps, as_captured, capture_joint, new_fake_mode, value_read
 from autopar.captured import Captured, captured_by_aot, has_symbol, joint_graph
 from autopar.errors import AutoparError, InputError, TraceError
 from autopar.flat_module import FlatModule
@@ -190,9 +190,9 @@ class _Call:
         return {} if is_one_rank else dict(zip(self.signature.paths, self.shapes, strict=True))
 
     def _fakes(self, state: ModelState, mode: FakeTensorMode) -> tuple[torch.Tensor, ...]:
-        with mode:
-            fakes = [_fake_like(t, t.shape, self.device, self.train) for t in state.tensors.values()]
-            fakes += [_fake_like(t, shape, self.device) for t, shape in zip(self.tensors, self.shapes, strict=True)]
+        make = FakeMaker(mode)
+        fakes = [_fake_like(t, t.shape, self.device, make, self.train) for t in state.tensors.values()]
+        fakes += [_fake_like(t, shape, self.device, make) for t, shape in zip(self.tensors, self.shapes, strict=True)]
         return tuple(fakes)
 
     @contextmanager
@@ -304,9 +304,11 @@ def _target_device(state: ModelState, device: torch.device | str | None) -> torc
     return torch.device("cpu") if chosen.type == "cuda" and not torch.cuda.is_available() else chosen
 
 
-def _fake_like(tensor: torch.Tensor, shape: Sequence[int], device: torch.device, train: bool = False) -> torch.Tensor:
-    """A contiguous tensor of the active fake mode.  A parameter is one again if its gradient is wanted."""
-    fake = torch.empty(tuple(shape), dtype=tensor.dtype, device=device)
+def _fake_like(
+    tensor: torch.Tensor, shape: Sequence[int], device: torch.device, make: FakeMaker, train: bool = False
+) -> torch.Tensor:
+    """A contiguous fake tensor.  A parameter is one again if its gradient is wanted."""
+    fake = make(torch.empty(tuple(shape), dtype=tensor.dtype, device="meta"), device)
     return fake.requires_grad_(train and tensor.requires_grad and isinstance(tensor, nn.Parameter))
 
 
