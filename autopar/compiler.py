@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.bounds import Bounds
 from autopar.cluster import Cluster, budget_bytes
 from autopar.cost_model.folded import Copies
 from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
@@ -23,6 +24,7 @@ from autopar.errors import FoldError, InfeasibleBudgetError, InputError, MeshErr
 from autopar.graph import JointGraph, Run, mark_held
 from autopar.infeasible import infeasible
 from autopar.layout_search import Price, Priced
+from autopar.named import Named
 from autopar.normalise import normalise
 from autopar.passes.pipeline import rewrite
 from autopar.plan import Plan
@@ -40,7 +42,7 @@ from autopar.signature import flatten_inputs
 from autopar.strategies import STRATEGIES
 from autopar.trace import trace
 from autopar.unfold import check_unfolds, unfold
-from autopar.whole_plan import Sample, Split, even_splits, stand_ins, whole_plan
+from autopar.whole_plan import QUICK, Sample, Split, even_splits, inner_alike, stand_ins, whole_plan
 
 NUM_LOOKS = 3
 """How many plans are looked at closely, the fastest first, before one is taken."""
@@ -83,7 +85,7 @@ class Compiler:
     say: Say = silent
     _traced: tuple[object, JointGraph] | None = field(default=None, repr=False)
     _whole: tuple[JointGraph, JointGraph] | None = field(default=None, repr=False)
-    _priced: tuple[JointGraph, list[Priced], Search] | None = field(default=None, repr=False)
+    _priced: tuple[JointGraph, Named, Search] | None = field(default=None, repr=False)
     _warned: set[str] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
@@ -220,13 +222,10 @@ class Compiler:
         """A plan of a folded graph with more of its units; with all if its peak is near the budget."""
         self.say("looking at the plan more closely")
         for sample in (Sample.of(priced.plan, joint.runs, priced.splits), Sample(joint.runs, priced.splits, {})):
-            graph = self._with_units(joint, sample.runs)
-            plan = whole_plan(priced.plan, sample.runs, sample.splits)
-            program = rewrite(graph, plan, check=False)
-            simulation = self._run(program, self.optimizer, Copies.of(sample.standing))
-            if sample.runs == joint.runs or abs(simulation.memory.total - budget) > NEAR * budget:
+            graph, program, close = self._sampled(joint, priced.plan, priced.splits, sample)
+            if sample.runs == joint.runs or abs(close.simulation.memory.total - budget) > NEAR * budget:
                 break
-        close = Priced(plan, simulation, standing=sample.standing)
+        close = replace(close, plan=whole_plan(priced.plan, sample.runs, sample.splits))
         return _Seen(joint, graph, program, close, whole_plan(priced.plan, joint.runs, priced.splits))
 
     def _with_units(self, joint: JointGraph, runs: tuple[Run, ...]) -> JointGraph:
@@ -247,44 +246,63 @@ class Compiler:
         joint = self._planned_on(joint)
         with _collector_paused():
             if self._priced is None or self._priced[0] is not joint:
-                price = self._remembering(joint)
-                search = Search(joint, self.sizes, self.cluster.ranks_per_node, price)
-                self._priced = (joint, self._named(joint, price), search)
+                self._priced = (joint, *self._searched(joint, self._remembering(joint)))
             _, named, search = self._priced
             if self.strategy != AUTO:
-                return named
-            return [*named, *(search.everything() if budget is None else search.within(budget, named))]
+                return named.everything()
+            if budget is None or search.is_small:
+                return [*named.everything(), *search.everything()]
+            simulated = named.within(budget, lambda: search.foothold_s(budget))
+            return [*simulated, *search.within(budget, simulated)]
 
-    def _named(self, joint: JointGraph, price: Price) -> list[Priced]:
-        priced, splits = [], even_splits(joint.runs)
+    def _searched(self, joint: JointGraph, price: Price) -> tuple[Named, Search]:
+        """What is searched for the best plan of a graph."""
+        copies = Copies.of(stand_ins(joint.runs, even_splits(joint.runs)))
+        bounds = Bounds(joint, self.cluster, find_optimizer(self.optimizer), copies)
+        named = Named(joint, list(self._named_plans(joint)), price, bounds)
+        return named, Search(joint, self.sizes, self.cluster.ranks_per_node, price, bounds)
+
+    def _named_plans(self, joint: JointGraph) -> Iterator[Plan]:
         for name in STRATEGIES if self.strategy == AUTO else (self.strategy,):
             try:
-                plan = plan_named(name, joint, self.sizes, self.cluster.ranks_per_node)
+                yield plan_named(name, joint, self.sizes, self.cluster.ranks_per_node)
             except MeshError:
                 if self.strategy != AUTO:
                     raise
-            else:
-                priced.append(Priced(plan, price(plan, splits), splits, stand_ins(joint.runs, splits)))
-        return priced
 
     def _remembering(self, joint: JointGraph) -> Price:
         """Simulates equal plans of a graph once."""
-        known: dict[object, Simulation] = {}
+        known: dict[object, Priced] = {}
 
-        def price(plan: Plan, splits: tuple[Split, ...]) -> Simulation:
+        def price(plan: Plan, splits: tuple[Split, ...]) -> Priced:
             rests, recomputes = tuple(plan.storage.items()), tuple(sorted(plan.recompute.items()))
             key = (plan.mesh, plan.factors, rests, recomputes, plan.delay_reduction, splits)
             if key not in known:
                 self.say(f"searching: {len(known)} plans simulated")
-                known[key] = self._simulate(joint, plan, splits)
-            return known[key]
+                known[key] = self._priced_as(joint, plan, splits)
+            return replace(known[key], plan=plan)
 
         return price
 
     def price(self, joint: JointGraph, plan: Plan) -> Priced:
         """Rewrite and simulate one plan."""
-        splits = even_splits(joint.runs)
-        return Priced(plan, self._simulate(joint, plan, splits), splits, stand_ins(joint.runs, splits))
+        return self._priced_as(joint, plan, even_splits(joint.runs))
+
+    def _priced_as(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Priced:
+        """A plan of a folded graph whose inner units are `splits`: if they take two options, with more units, since
+        what one does next to another that does otherwise says little of what all of its kind do."""
+        if all(inner_alike(plan, run) for run in joint.runs):
+            return Priced(plan, self._simulate(joint, plan, splits), splits, stand_ins(joint.runs, splits))
+        return self._sampled(joint, plan, splits, Sample.of(plan, joint.runs, splits, QUICK))[2]
+
+    def _sampled(
+        self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...], sample: Sample
+    ) -> tuple[JointGraph, LocalProgram, Priced]:
+        """A plan of a folded graph with the units of a sample."""
+        graph = self._with_units(joint, sample.runs)
+        program = rewrite(graph, whole_plan(plan, sample.runs, sample.splits), check=False)
+        simulation = self._run(program, self.optimizer, Copies.of(sample.standing))
+        return graph, program, Priced(plan, simulation, splits, sample.standing)
 
     def _simulate(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Simulation:
         copies = Copies.of(stand_ins(joint.runs, splits))
@@ -319,8 +337,9 @@ class Compiler:
         return rewrite(joint, plan)
 
     def _report(self, seen: _Seen, others: Sequence[Priced], budget: int) -> Plan:
+        left_out = self._priced[1].left_out if others and self._priced is not None else ()
         report = replace(
-            plan_report(seen.joint, seen.program, seen.priced, [seen.priced, *others], budget),
+            plan_report(seen.joint, seen.program, seen.priced, [seen.priced, *others], left_out, budget),
             cluster=str(self.cluster),
             precision=self.precision or "",
             accumulate=self.accumulate,

@@ -48,6 +48,8 @@ def explain_module(plan: Plan, module: str) -> str:
         theirs = _total(other, module)
         if other is not chosen and theirs is not None:
             lines.append(f"  {other.strategy} on {other.mesh}: {_difference(total, theirs)} ({other.verdict})")
+        elif other.is_bound:
+            lines.append(f"  {other.strategy} on {other.mesh}: not simulated ({other.verdict})")
     return "\n".join(lines)
 
 

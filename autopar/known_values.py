@@ -84,9 +84,9 @@ class KnownValues(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, made: list[torch.Tensor]
     ) -> None:
         # Nearly every call reads something that is not known, mostly its first argument.
-        if args and isinstance(args[0], torch.Tensor) and args[0] not in self._values and func not in _LIKE:
-            if not _changes(func, kwargs):
-                return
+        is_unknown = args and isinstance(args[0], torch.Tensor) and args[0] not in self._values
+        if is_unknown and func not in _LIKE and not _changes(func, kwargs):
+            return
         given = list(_tensors((args, kwargs)))
         is_known = all(t in self._values for t in given) if given else func in _FACTORIES
         is_known = is_known or func in _LIKE

@@ -13,11 +13,11 @@ from autopar.cost_model.memory import fixed_reserve
 from autopar.cost_model.simulate import Simulation
 from autopar.graph import JointGraph
 from autopar.layouts import MODES, Layout, storages
-from autopar.plan import RECOMPUTE_LEVELS, Plan
+from autopar.plan import RECOMPUTE_LEVELS, Plan, Storage
 from autopar.problem import Choice, OptionCost, Problem, peak, step_time
 from autopar.regions import find_regions, inner_modules, region_of
 from autopar.solver import enumerated, smallest, solve
-from autopar.whole_plan import Split, StandIns, even_splits, stand_ins
+from autopar.whole_plan import Split, StandIns, even_splits
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,12 @@ class Priced:
     """What the units of the program that was simulated stand for."""
 
 
-Price = Callable[[Plan, tuple[Split, ...]], Simulation]
+Price = Callable[[Plan, tuple[Split, ...]], Priced]
 """Prices a plan of a graph; if that is folded, with how many units do as each run's inner ones."""
 
 NUM_LIMITS = 24
-"""Memory limits between the smallest and the largest peak of a layout for which the solve is made."""
+"""Memory limits between the smallest and the largest peak of a layout for which the solve is made, each larger than the
+one before by the same ratio: budgets are mostly nearer to the smallest."""
 
 SLACK = 0.02
 """By how much an estimated time may be off."""
@@ -81,8 +82,6 @@ class LayoutSearch:
     price: Price
     priced: dict[object, Priced] = field(default_factory=dict)
     chosen: dict[object, Chosen] = field(default_factory=dict)
-    is_refined: bool = False
-    """Whether the solve has options for modules inside of blocks, too."""
 
     def __post_init__(self) -> None:
         trains = self.joint.trains
@@ -97,13 +96,17 @@ class LayoutSearch:
         self.part_of.update((block, unit[0]) for unit in units for block in unit if block in self.part_of)
         self.parts = tuple(dict.fromkeys(self.part_of.values()))
         self.inner = inner_modules(self.joint, self.regions)
-        self.storage = storages(self.joint, self.layout)
         self.splits = even_splits(self.joint.runs)
         self.num_units: dict[str, int] = {}  # those that each inner part stands for when they are split evenly
         for run, split in zip(self.joint.runs, self.splits, strict=True):
             self.num_units.update(zip((run.units[held][0] for held in run.held[1:3]), split, strict=True))
 
     # -- from options to plans and their simulations
+
+    @cached_property
+    def storage(self) -> dict[str, dict[str, Storage]]:
+        """How each parameter rests in each mode."""
+        return storages(self.joint, self.layout)
 
     def plan(self, options: Mapping[str, Option]) -> Plan:
         """The plan that gives each part its option."""
@@ -114,12 +117,13 @@ class LayoutSearch:
                 levels[f"{region}.{options[part].full_in}"] = "full"
         return self.layout.plan(storage, levels)
 
-    @cached_property
-    def option_sets(self) -> tuple[tuple[Option, ...], ...]:
-        """What the solve chooses among, once or, if it is refined, twice: what is `choosable`, and with it options that
+    def option_sets(self, finer: bool) -> tuple[tuple[Option, ...], ...]:
+        """What the solve chooses among, once or, if it is `finer`, twice: what is `choosable`, and with it options that
         recompute everything in one of a block's modules and the cheap ops in the rest, for modules that keep much."""
-        if not self.is_refined:
-            return (self.choosable,)
+        return (self.choosable, (*self.choosable, *self._finer)) if finer and self._finer else (self.choosable,)
+
+    @cached_property
+    def _finer(self) -> tuple[Option, ...]:
         saved: dict[str, int] = {}
         for live in self.simulate(BASE).live_after_forward:
             block = region_of(live.module, self.inner)
@@ -129,8 +133,7 @@ class LayoutSearch:
         names = dict.fromkeys(name for found in self.inner.values() for name in found)
         large = [name for name in names if saved.get(name, 0) > MIN_SHARE * sum(saved.values())]
         cheap = (option for option in self.choosable if option.level == "selective")
-        finer = tuple(replace(option, full_in=name) for option in cheap for name in large)
-        return (self.choosable, (*self.choosable, *finer)) if finer else (self.choosable,)
+        return tuple(replace(option, full_in=name) for option in cheap for name in large)
 
     def _owner(self, path: str) -> str:
         return self._part(path.rpartition(".")[0])
@@ -143,7 +146,7 @@ class LayoutSearch:
         plan, splits = self.plan(options), splits or self.splits
         key = (tuple(plan.storage.items()), tuple(sorted(plan.recompute.items())), splits)
         if key not in self.priced:
-            self.priced[key] = Priced(plan, self.price(plan, splits), splits, stand_ins(self.joint.runs, splits))
+            self.priced[key] = self.price(plan, splits)
             self.chosen[key] = dict(options), splits
         return self.priced[key].simulation
 
@@ -158,10 +161,14 @@ class LayoutSearch:
 
     # -- the solve
 
-    def bound_s(self) -> float:
-        """What no plan is estimated to undercut, from fewer simulations than the solve takes: each part's least time
-        with nothing recomputed."""
-        modes = dict.fromkeys(option.mode for option in self.choosable)
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The ways for parameters to rest."""
+        return tuple(dict.fromkeys(option.mode for option in self.choosable))
+
+    def bound_s(self, modes: Sequence[str]) -> float:
+        """What no plan whose parameters rest in these ways is estimated to undercut, from fewer simulations than the
+        solve takes: each part's least time with nothing recomputed."""
         shares = [self._shares(Option(mode, None)) for mode in modes]
         return sum(
             self.num_units.get(part, 1) * min(share[part].cost.time_s for share in shares) for part in self.parts
@@ -377,11 +384,11 @@ def _worth_trying(problem: Problem, limit: float) -> Iterator[Choice]:
         return
     least, fastest = smallest(problem), solve(problem, math.inf)
     low, high = peak(problem, least), peak(problem, fastest or least)
-    step = (high - low) / NUM_LIMITS
+    step = (high / low) ** (1 / NUM_LIMITS)
     before = None
     for i in range(NUM_LIMITS, -1, -1):
-        within = low + step * i
-        if within - step > limit:  # what fits the row's next limit, and this one not, takes more than `limit`
+        within = low * step**i
+        if within > limit * step:  # what fits the row's next limit, and this one not, takes more than `limit`
             continue
         choice = solve(problem, within) if i else least
         if choice is not None and choice != before:

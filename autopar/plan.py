@@ -215,7 +215,10 @@ class ModuleCost:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan that was simulated, and why it was not taken."""
+    """One plan that was looked at, and why it was not taken.
+
+    With `is_bound` it was not simulated, since it needs at least so much time, or memory.
+    """
 
     strategy: str
     mesh: str
@@ -225,6 +228,7 @@ class Candidate:
     peak_bytes: int
     verdict: str
     modules: tuple[ModuleCost, ...] = field(default=(), repr=False)
+    is_bound: bool = False
 
 
 @dataclass(frozen=True)

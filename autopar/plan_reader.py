@@ -266,7 +266,7 @@ _RECORDS: dict[Any, dict[str, Reader[Any]]] = {
     },
     Candidate: {
         "strategy": _name, "mesh": _name, "step_time_s": _seconds, "compute_s": _seconds, "exposed_s": _seconds,
-        "peak_bytes": _count, "verdict": _words, "modules": _tuple_of(_record_of(ModuleCost)),
+        "peak_bytes": _count, "verdict": _words, "modules": _tuple_of(_record_of(ModuleCost)), "is_bound": _flag,
     },
     ModuleCost: {
         "module": _words, "compute_s": _seconds, "exposed_s": _mapping_of(_seconds), "rest_bytes": _count,

@@ -14,6 +14,7 @@ from autopar.explain import CHOSEN
 from autopar.factors import analyse
 from autopar.graph import JointGraph
 from autopar.layout_search import Priced
+from autopar.named import LeftOut
 from autopar.placement import ByGroup
 from autopar.plan import Candidate, ModuleCost, PlanReport
 from autopar.program import LocalProgram
@@ -23,7 +24,12 @@ from autopar.whole_plan import StandIns, copies_of
 
 
 def plan_report(
-    joint: JointGraph, program: LocalProgram, best: Priced, priced: Sequence[Priced], budget: int
+    joint: JointGraph,
+    program: LocalProgram,
+    best: Priced,
+    priced: Sequence[Priced],
+    left_out: Sequence[LeftOut],
+    budget: int,
 ) -> PlanReport:
     """The report on the best of the simulated plans; cluster, precision and accumulation are left to the caller.
 
@@ -32,6 +38,7 @@ def plan_report(
         program: that of `best`.
         best: one of `priced`.
         priced: every plan that was simulated.
+        left_out: named plans that were not, since they cannot be the best.
         budget: bytes on one device.
     """
     sim = best.simulation
@@ -49,10 +56,10 @@ def plan_report(
         exposed_s=sim.exposed_s,
         memory=sim.memory,
         rows=build_rows(joint, program, words.__getitem__, copies),
-        candidates=tuple(_candidate(p, best, budget) for p in named),
+        candidates=(*(_candidate(p, best, budget) for p in named), *(_bounded(one, best, budget) for one in left_out)),
         collective_bytes=sim.collective_bytes,
         num_searched=len(priced),
-        bound_s=min(p.simulation.compute_s for p in priced),
+        bound_s=min((*(p.simulation.compute_s for p in priced), *(one.least_s for one in left_out))),
         replicated_ops=replicated_ops(joint, best.standing),
         by_group=_axes_by_group(program),
     )
@@ -97,6 +104,18 @@ def _candidate(priced: Priced, best: Priced, budget: int) -> Candidate:
         sim.memory.total,
         verdict,
         _module_costs(priced),
+    )
+
+
+def _bounded(one: LeftOut, best: Priced, budget: int) -> Candidate:
+    least_s, excess = one.least_s, one.least_bytes - budget
+    if excess > 0:
+        verdict = f"over the budget by at least {format_bytes(excess)}: what rests, gradients and gathered copies"
+    else:
+        slower_s = max(0.0, least_s - best.simulation.step_time_s)
+        verdict = f"at least {format_time(slower_s)} slower: its ops alone, and what they wait for"
+    return Candidate(
+        one.plan.strategy, str(one.plan.mesh), least_s, least_s, 0.0, one.least_bytes, verdict, is_bound=True
     )
 
 

@@ -13,10 +13,11 @@ which are optimistic: what hides a collective is shared, and each region counts 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from autopar.bounds import Bounds
 from autopar.cost_model.simulate import Simulation
 from autopar.graph import JointGraph
 from autopar.layout_search import BASE, SLACK, LayoutSearch, Option, Price, Priced
@@ -28,6 +29,9 @@ AUTO = "auto"
 NUM_FASTEST, NUM_SMALLEST = 4, 2
 """Layouts whose options are searched, by the time of a first plan and by the memory that they need at least; the others
 have that plan only."""
+
+NUM_FOOTHOLDS = 2
+"""Layouts of which a first plan that fits is looked for."""
 
 NUM_REFINED = 2
 """Of the fastest, layouts for which modules inside of blocks get options of their own."""
@@ -42,12 +46,15 @@ class Search:
         sizes: the user's mesh shape.
         ranks_per_node: of the cluster.
         price: simulates a plan.
+        bounds: what no plan of a layout undercuts; without them every layout may be the fastest.
     """
 
     joint: JointGraph
     sizes: Sequence[int]
     ranks_per_node: int
     price: Price
+    bounds: Bounds | None = None
+    _searches: dict[Layout, LayoutSearch] = field(default_factory=dict)
 
     def everything(self) -> list[Priced]:
         """Plans of all layouts from the fastest to the smallest, simulated; in no order.
@@ -60,11 +67,13 @@ class Search:
     @cached_property
     def _everything(self) -> list[Priced]:
         if not self._is_exhausted:
-            searched = self._worth_searching if self._is_small else [*self._worth_searching, *self._most_frugal]
-            self._run_proposals([(one, one.option_sets[0]) for one in searched])
-            self._run_proposals([(one, options) for one in searched for options in one.option_sets[1:]])
-            if self._is_small:
-                _polish(self._bases, POLISHED_NODES // self._effort)
+            worth = self._worth_searching()
+            if not self.is_small:
+                worth += [(one, False) for one in self._most_frugal()]
+            self._run_proposals([(one, one.option_sets(finer)[0]) for one, finer in worth])
+            self._run_proposals([(one, options) for one, finer in worth for options in one.option_sets(finer)[1:]])
+            if self.is_small:
+                _polish(list(self._searches.values()), POLISHED_NODES // self._effort)
             else:
                 self._run_smaller()
                 return self._as_budgets_find()
@@ -73,8 +82,8 @@ class Search:
     def _as_budgets_find(self) -> list[Priced]:
         """What is simulated; but of layouts that no budget looks at as long as others fit, only first plans and those
         that are smaller than the others'.  So step time against memory is what planning under each budget gives."""
-        first = {id(one.simulate(BASE)) for one in self._kinds}
-        late = [p for one in self._most_frugal for p in one.priced.values() if id(p.simulation) not in first]
+        first = {id(one.simulate(BASE)) for one in self._kinds()}
+        late = [p for one in self._most_frugal() for p in one.priced.values() if id(p.simulation) not in first]
         known = set(map(id, late))
         others = [p for p in self._simulated() if id(p) not in known]
         return others + [p for p in late if p.simulation.memory.total < _smallest_peak(others)]
@@ -88,7 +97,7 @@ class Search:
 
     def _run_proposals(self, spaces: Iterable[tuple[LayoutSearch, tuple[Option, ...]]]) -> None:
         """Simulate what the solves with these options propose, unless a simulated plan is already as good."""
-        slack = 0.0 if self._is_small else SLACK
+        slack = 0.0 if self.is_small else SLACK
         proposals = [
             (time_s, peak_bytes, one, chosen)
             for one, options in spaces
@@ -103,51 +112,94 @@ class Search:
     def within(self, budget: int, known: Iterable[Priced]) -> list[Priced]:
         """Plans, simulated, with the best one under a budget of so many bytes among them, if `known` have no better.
 
-        What is left out is estimated to be slower than a plan that fits, or to need more than the budget.
+        What is left out is bound or estimated to be slower than a plan that fits, or to need more than the budget.
         """
-        if self._is_exhausted or self._is_small:
+        if self._is_exhausted or self.is_small:
             return self.everything()
         known = [p for p in known if p.simulation.memory.total <= budget]
 
         def fastest_s() -> float:
-            fitting = [*known, *(p for p in self._simulated() if p.simulation.memory.total <= budget)]
-            return min((p.simulation.step_time_s for p in fitting), default=math.inf)
+            return _fastest_s([*known, *self._simulated()], budget)
 
-        self._run_within(budget, self._worth_searching, fastest_s)
+        self._run_within(budget, self._worth_searching(fastest_s), fastest_s)
         if fastest_s() == math.inf:
-            self._run_within(budget, self._most_frugal, fastest_s)
+            self._run_within(budget, [(one, False) for one in self._most_frugal()], fastest_s)
         return self._simulated()
 
-    def _run_within(self, budget: int, searches: Iterable[LayoutSearch], fastest_s: Callable[[], float]) -> None:
+    def _run_within(
+        self, budget: int, searches: Iterable[tuple[LayoutSearch, bool]], fastest_s: Callable[[], float]
+    ) -> None:
         """Simulate what the solves of some layouts propose that may fit, and be faster than `fastest_s` by then."""
-        for one in searches:
-            if one.simulate(BASE).compute_s >= fastest_s() or one.bound_s() >= fastest_s():
+        for one, finer in searches:
+            if one.simulate(BASE).compute_s >= fastest_s() or self._least_s(one, budget, fastest_s()) >= fastest_s():
                 continue
-            for options in one.option_sets:
+            for options in one.option_sets(finer):
+                too_short = 1.0  # estimates of a layout are off by about the same
                 for time_s, _, chosen in one.proposals(options, budget * (1 + SLACK)):
-                    if time_s >= fastest_s():
+                    if time_s * max(1.0, too_short * (1 - SLACK / 4)) >= fastest_s():
                         break
-                    one.run(*chosen)
+                    too_short = one.run(*chosen).step_time_s / time_s
+
+    def _least_s(self, search: LayoutSearch, budget: int, fastest_s: float) -> float:
+        """What no plan of a layout is estimated to undercut within a budget, from as few simulations as tell whether
+        that is more than `fastest_s`: of parameters that rest in ways which do not fit there can be few."""
+        modes = search.modes
+        if self.bounds is None:
+            return search.bound_s(modes)
+        plans = {mode: search.plan(dict.fromkeys(search.parts, Option(mode, None))) for mode in modes}
+        sizes = {mode: self.bounds.num_bytes(plan) for mode, plan in plans.items()}
+        fitting = [mode for mode in modes if sizes[mode] <= budget]
+        if fitting and len(fitting) < len(modes):
+            most = max(budget / size for size in sizes.values() if size > budget)
+            as_fitting_s = search.bound_s(fitting)
+            least_s = as_fitting_s - most * max(0.0, as_fitting_s - self._bound_s(search))
+            if least_s >= fastest_s:
+                return least_s
+        return search.bound_s(modes)
+
+    def foothold_s(self, budget: int) -> float:
+        """The step time of a plan of a large graph that fits a budget in bytes, found with few simulations: one of the
+        layouts that may be the fastest, with all cut and computed again.  Infinite if those do not fit."""
+        for one in sorted(self._all_kinds, key=self._bound_s)[:NUM_FOOTHOLDS]:
+            one.simulate(one.choosable[-1])
+            if (found := _fastest_s(self._simulated(), budget)) < math.inf:
+                return found
+        return math.inf
 
     @property
     def _effort(self) -> int:
         return len(self.joint.module.graph.nodes)
 
     @property
-    def _is_small(self) -> bool:
+    def is_small(self) -> bool:
+        """Whether all layouts are searched, whatever the budget."""
         return self._effort <= SMALL_NODES
+
+    def _bound_s(self, search: LayoutSearch) -> float:
+        layout = search.layout
+        return 0.0 if self.bounds is None else self.bounds.time_s(layout.mesh, layout.factors)
+
+    def _may_beat(self, searches: Iterable[LayoutSearch], fastest_s: Callable[[], float]) -> Iterator[LayoutSearch]:
+        """Those whose layouts may have a faster plan, as far as their bounds tell, the most promising first."""
+        for one in sorted(searches, key=self._bound_s):
+            if self._bound_s(one) * (1 + SLACK) < fastest_s():
+                yield one
 
     @cached_property
     def _layouts(self) -> list[Layout]:
         return find_layouts(self.joint, self.sizes, self.ranks_per_node)
 
     def _of(self, layouts: Iterable[Layout]) -> list[LayoutSearch]:
-        return [LayoutSearch(self.joint, one, self.price) for one in layouts]
+        layouts = list(layouts)
+        for one in layouts:
+            if one not in self._searches:
+                self._searches[one] = LayoutSearch(self.joint, one, self.price)
+        return [self._searches[one] for one in layouts]
 
     @cached_property
     def _is_exhausted(self) -> bool:
         """Whether the problem is so small that every choice was simulated."""
-        kinds = self._kinds
+        kinds = self._all_kinds
         if sum(len(one.choosable) ** len(one.parts) for one in kinds) * self._effort > EXHAUSTED_NODES:
             return False
         for one in kinds:
@@ -155,49 +207,61 @@ class Search:
         return True
 
     @cached_property
-    def _kinds(self) -> list[LayoutSearch]:
-        """All layouts, or of a large graph one of each kind that may be worth a simulation."""
-        if self._is_small:
-            return self._of(self._layouts)
-        kinds = self._of(_one_of_each_kind(self._layouts))
+    def _all_kinds(self) -> list[LayoutSearch]:
+        """All layouts, or of a large graph one of each kind."""
+        return self._of(self._layouts if self.is_small else _one_of_each_kind(self._layouts))
+
+    def _kinds(self, fastest_s: Callable[[], float] = lambda: math.inf) -> list[LayoutSearch]:
+        """Of all kinds those that may be worth a simulation, if a plan is known that takes `fastest_s`."""
+        kinds = self._all_kinds
+        if self.is_small:
+            return kinds
         cutting = [one for one in kinds if any(one.layout.factors)]
-        first = min((one.simulate(BASE) for one in cutting), key=lambda s: s.step_time_s, default=None)
+        worth: list[LayoutSearch] = []
+        for one in self._may_beat(cutting, fastest_s):
+            one.simulate(BASE)
+            worth.append(one)
+        whole = [one for one in self._may_beat(kinds, fastest_s) if one not in cutting]
+        first = min((one.simulate(BASE) for one in worth), key=lambda s: s.step_time_s, default=None)
         # Where nothing is cut a rank computes what all of them do otherwise, if perhaps twice as well.
         is_slower = first is not None and first.step_time_s < first.compute_s * math.prod(self.sizes) / 2
-        return cutting if is_slower else kinds
+        return worth if is_slower else worth + whole
 
-    @cached_property
-    def _bases(self) -> list[LayoutSearch]:
+    def _bases(self, fastest_s: Callable[[], float]) -> list[LayoutSearch]:
         """The layouts of which at least a first plan is simulated."""
-        if self._is_small or self._is_exhausted:
-            return self._kinds
-        kinds = {one.layout.name for one in _unbeaten(self._kinds)}
-        known = {one.layout for one in self._kinds}
-        return self._kinds + self._of(one for one in self._layouts if one.name in kinds and one not in known)
+        kinds = self._kinds(fastest_s)
+        if self.is_small:
+            return kinds
+        unbeaten, known = {one.layout.name for one in _unbeaten(kinds)}, {one.layout for one in kinds}
+        others = self._of(one for one in self._layouts if one.name in unbeaten and one not in known)
+        return kinds + list(self._may_beat(others, fastest_s))
 
-    @cached_property
-    def _worth_searching(self) -> list[LayoutSearch]:
-        """The layouts whose options are searched, the fastest first."""
-        worth = self._bases if self._is_small else _unbeaten(self._bases)
-        by_time = sorted(worth, key=lambda s: _least_s(s) if self._is_small else s.simulate(BASE).step_time_s)
+    def _worth_searching(self, fastest_s: Callable[[], float] = lambda: math.inf) -> list[tuple[LayoutSearch, bool]]:
+        """The layouts whose options are searched, the fastest first, and whether modules inside of blocks have options
+        of their own."""
+        bases = self._bases(fastest_s)
+        worth = bases if self.is_small else _unbeaten(bases)
+        by_time = sorted(worth, key=lambda s: _least_s(s) if self.is_small else s.simulate(BASE).step_time_s)
         by_memory = sorted(
-            worth, key=lambda s: min(_first_bytes(s), _least_bytes(s)) if self._is_small else _first_bytes(s)
+            worth, key=lambda s: min(_first_bytes(s), _least_bytes(s)) if self.is_small else _first_bytes(s)
         )
-        for one in by_time[:NUM_REFINED]:
-            one.is_refined = True
-        return list(dict.fromkeys((*by_time[:NUM_FASTEST], *by_memory[:NUM_SMALLEST])))
+        found = dict.fromkeys((*by_time[:NUM_FASTEST], *by_memory[:NUM_SMALLEST]))
+        return [(one, one in by_time[:NUM_REFINED]) for one in found]
 
-    @cached_property
     def _most_frugal(self) -> list[LayoutSearch]:
         """Of a large graph, layouts that need the least memory and are not worth searching as long as others fit."""
-        known = {one.layout for one in self._bases}
-        others = self._of(one for one in self._layouts if one not in known)
-        frugal = sorted((*self._bases, *others), key=_least_bytes)[:NUM_SMALLEST]
-        self._bases += [one for one in frugal if one.layout not in known]
-        return [one for one in frugal if one not in self._worth_searching]
+        frugal = sorted(self._of(self._layouts), key=_least_bytes)[:NUM_SMALLEST]
+        searched = [one for one, _ in self._worth_searching()]
+        return [one for one in frugal if one not in searched]
 
     def _simulated(self) -> list[Priced]:
-        return [p for one in self._bases for p in one.priced.values()]
+        return [p for one in self._searches.values() for p in one.priced.values()]
+
+
+def _fastest_s(priced: Iterable[Priced], budget: int) -> float:
+    """The step time of the fastest plan that fits a budget in bytes; infinite if there is none."""
+    fitting = (p.simulation for p in priced if p.simulation.memory.total <= budget)
+    return min((s.step_time_s for s in fitting), default=math.inf)
 
 
 def _smallest_peak(priced: Iterable[Priced]) -> int:

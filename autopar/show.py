@@ -275,8 +275,12 @@ def _candidate_table(candidates: Sequence[Candidate]) -> Table:
     numbers = ("step", "compute", "exposed", "peak")
     table = _table("strategy", "mesh", *numbers, "verdict", right=numbers)
     for c in candidates:
-        times = (format_time(t) for t in (c.step_time_s, c.compute_s, c.exposed_s))
-        table.add_row(c.strategy, c.mesh, *times, format_bytes(c.peak_bytes), c.verdict)
+        step, compute, exposed = (format_time(t) for t in (c.step_time_s, c.compute_s, c.exposed_s))
+        if c.is_bound:
+            numbers_of = (f"≥ {step}", "", "", f"≥ {format_bytes(c.peak_bytes)}")
+        else:
+            numbers_of = (step, compute, exposed, format_bytes(c.peak_bytes))
+        table.add_row(c.strategy, c.mesh, *numbers_of, c.verdict)
     return table
 
 

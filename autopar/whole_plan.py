@@ -25,7 +25,7 @@ def even_splits(runs: Sequence[Run]) -> tuple[Split, ...]:
 
 
 StandIns = Mapping[Unit, Sequence[Unit]]
-"""For each unit that a graph holds of its runs, the units of the whole model for which it stands, itself among them."""
+"""For each unit that a graph holds of its runs, the units of the whole model for which it stands."""
 
 
 def stand_ins(runs: Sequence[Run], splits: Sequence[Split]) -> StandIns:
@@ -92,6 +92,11 @@ def folded_factors(factors: Factors, runs: Sequence[Run]) -> Factors | None:
     return held if whole_factors(held, runs) == factors else None
 
 
+CLOSE, QUICK = (2, 2), (1, 2)
+"""Shapes of a `Sample`: that for the last word on a plan, and one for the search, of a plan whose units take two
+options."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """Some units of each run, of which the last word on a plan is had: those at the ends and where the option changes,
@@ -112,17 +117,24 @@ class Sample:
     standing: StandIns
 
     @staticmethod
-    def of(plan: Plan, runs: Sequence[Run], splits: Sequence[Split]) -> Sample:
-        """The sample for a plan of a folded graph; arguments are as in `whole_plan`."""
+    def of(plan: Plan, runs: Sequence[Run], splits: Sequence[Split], shape: tuple[int, int] = CLOSE) -> Sample:
+        """The sample for a plan of a folded graph.
+
+        Args:
+            plan, runs, splits: as in `whole_plan`.
+            shape: of units that do alike, how many stand on either side of those that stand for others, and how many
+                these are.
+        """
         found: list[Run] = []
         parts: list[Split] = []
         standing: dict[Unit, Sequence[Unit]] = {}
         for run, (first, _) in zip(runs, splits, strict=True):
             last = len(run.units) - 1
-            changes = () if _inner_alike(plan, run) else (first + 1,)
-            inner = [_sampled(range(*ends)) for ends in itertools.pairwise((1, *changes, last))]
+            changes = () if inner_alike(plan, run) else (first + 1,)
+            inner = [_sampled(range(*ends), *shape) for ends in itertools.pairwise((1, *changes, last))]
             groups = [range(1), *itertools.chain.from_iterable(inner), range(last, last + 1)]
-            units = tuple(run.units[group[0]] for group in groups)
+            # Whatever the split, they have the same names, so that plans share the graph that has them.
+            units = (*run.units[: len(groups) - 2], *run.units[-2:])
             standing.update(
                 (unit, tuple(run.units[i] for i in group)) for unit, group in zip(units, groups, strict=True)
             )
@@ -131,21 +143,16 @@ class Sample:
         return Sample(tuple(found), tuple(parts), standing)
 
 
-def _sampled(units: range) -> list[range]:
-    """Units that do alike, each alone or, of many, the middle ones in two halves."""
-    alone = [range(i, i + 1) for i in units]
-    if len(units) <= 2 * NUM_NEAR + 2:
-        return alone
-    middle = units[NUM_NEAR:-NUM_NEAR]
-    half = len(middle) // 2
-    return [*alone[:NUM_NEAR], middle[:half], middle[half:], *alone[-NUM_NEAR:]]
+def _sampled(units: range, near: int, middle: int) -> list[range]:
+    """Units that do alike, each alone or, of many, those between `near` at either end in `middle` parts."""
+    if len(units) <= 2 * near + middle:
+        return [range(i, i + 1) for i in units]
+    ends = [round(near + (len(units) - 2 * near) * i / middle) for i in range(middle + 1)]
+    edges = [*range(near), *ends, *range(len(units) - near + 1, len(units) + 1)]
+    return [units[i:j] for i, j in itertools.pairwise(edges)]
 
 
-NUM_NEAR = 2
-"""Units on either side of those that stand for others."""
-
-
-def _inner_alike(plan: Plan, run: Run) -> bool:
+def inner_alike(plan: Plan, run: Run) -> bool:
     """Whether a plan gives the two inner units of a run the same options."""
     near, far = (_options(plan, run.units[held]) for held in run.held[1:3])
     return near == far
@@ -169,4 +176,7 @@ def _paths(path: str, copies: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"{copy}{path[len(block) :]}" for copy in copies[block]] if block else [path]
 
 
-__all__ = ["Sample", "Split", "StandIns", "copies_of", "even_splits", "folded_factors", "stand_ins", "whole_plan"]
+__all__ = [
+    "CLOSE", "QUICK", "Sample", "Split", "StandIns", "copies_of", "even_splits", "folded_factors", "inner_alike",
+    "stand_ins", "whole_plan",
+]  # fmt: skip

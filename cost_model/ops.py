@@ -136,7 +136,7 @@ def node_bytes(node: fx.Node, layouts: Layouts | None = None) -> int:
 def _node_bytes(node: fx.Node, layouts: Layouts | None) -> int:
     times, read = moved_parts(node)
     inputs = (n.meta.get("val") if layouts is None else layouts[n] for n in read)
-    return times * tensor_bytes(node.meta.get("val")) + sum(map(_read_bytes, inputs))
+    return times * tensor_bytes(node.meta.get("val")) + sum(map(read_bytes, inputs))
 
 
 def moved_parts(node: fx.Node) -> tuple[int, list[fx.Node]]:
@@ -257,12 +257,13 @@ def _holds_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, (tuple, list)) and any(map(_holds_tensor, value)))
 
 
-def _read_bytes(value: object) -> int:
+def read_bytes(value: object) -> int:
+    """Bytes of what is distinct in a traced value: a dim that it only repeats (`expand`) counts once."""
     if isinstance(value, torch.Tensor):
         steps = zip(value.shape, value.stride(), strict=True)
         distinct = math.prod(int(size) for size, stride in steps if stride != 0) if value.numel() else 0
         return distinct * value.element_size()
-    return sum(_read_bytes(v) for v in value) if isinstance(value, (tuple, list)) else 0
+    return sum(read_bytes(v) for v in value) if isinstance(value, (tuple, list)) else 0
 
 
 Dims = Callable[[fx.Node], Sequence[Any]]

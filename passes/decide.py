@@ -27,12 +27,13 @@ def assign(joint: JointGraph, plan: Plan) -> tuple[JointGraph, Assignment]:
     Raises:
         PlanError: if the plan does not belong to this graph.
     """
-    joint, ops = _decided(joint, plan)
+    joint, ops = decided(joint, plan)
     # How the ops run follows from what is cut; how parameters rest matters at the graph's edges alone.
     return joint, propagate_edges(joint, analyse(joint), plan, ops)
 
 
-def _decided(joint: JointGraph, plan: Plan) -> tuple[JointGraph, OpShardings]:
+def decided(joint: JointGraph, plan: Plan) -> tuple[JointGraph, OpShardings]:
+    """`assign` without the graph's edges: it depends on the plan's factors and the sizes of its mesh alone."""
     key = (plan.factors, plan.mesh.sizes)
     return joint.keep(("decide", *key), lambda: _decided_as_folded(joint, plan) or _decided_alone(joint, plan))
 
@@ -56,7 +57,7 @@ def _decided_as_folded(joint: JointGraph, plan: Plan) -> tuple[JointGraph, OpSha
     factors = None if folded is None else folded_factors(plan.factors, folded.runs)
     if folded is None or factors is None:
         return None
-    held, ops = _decided(folded, replace(plan, factors=factors))
+    held, ops = decided(folded, replace(plan, factors=factors))
     held = held if held is folded else replace(held, runs=folded.runs)  # may be known of one that has other copies
     if not all(_inner_units_agree(held, run, ops) for run in held.runs):
         return None
@@ -87,4 +88,4 @@ def _calls_of(held: JointGraph, blocks: Collection[str], ops: OpShardings) -> li
     return found
 
 
-__all__ = ["assign"]
+__all__ = ["assign", "decided"]

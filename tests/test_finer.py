@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from autopar import layout_search, search
 from autopar.cluster import Cluster
 from autopar.compiler import Compiler
-from autopar.cost_model.simulate import Simulation
 from autopar.graph import JointGraph
 from autopar.layout_search import LayoutSearch, Priced
 from autopar.layouts import find_layouts
@@ -121,16 +120,16 @@ def test_modules_that_keep_little_get_no_options_of_their_own(monkeypatch: pytes
     compiler, joint = large()
     layout = find_layouts(joint, (4,), 4)[0]
 
-    def price(plan: Plan, _: object) -> Simulation:
-        return compiler.price(joint, plan).simulation
+    def price(plan: Plan, _: object) -> Priced:
+        return compiler.price(joint, plan)
 
-    assert {option.full_in for option in LayoutSearch(joint, layout, price, is_refined=True).option_sets[-1]} == {
+    assert {option.full_in for option in LayoutSearch(joint, layout, price).option_sets(True)[-1]} == {
         "",
         "attention",
         "ffn",
     }
     monkeypatch.setattr(layout_search, "MIN_SHARE", 0.4)
-    assert {option.full_in for option in LayoutSearch(joint, layout, price, is_refined=True).option_sets[-1]} == {
+    assert {option.full_in for option in LayoutSearch(joint, layout, price).option_sets(True)[-1]} == {
         "",
         "ffn",
     }

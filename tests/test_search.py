@@ -31,7 +31,7 @@ from autopar.plan import RECOMPUTE_LEVELS, Plan
 from autopar.plan_file import load_plan, save_plan
 from autopar.planner import plan_named
 from autopar.regions import find_regions, region_of
-from autopar.search import SMALL_NODES, Search
+from autopar.search import SMALL_NODES
 from autopar.strategies import STRATEGIES
 from autopar.whole_plan import Split
 from tests.programs import Subject, subject
@@ -189,10 +189,11 @@ def test_of_a_large_graph_a_budget_gets_the_best_of_the_pool_from_about_as_many_
     joint = compiler.trace((ids, ids), {}, train=True, local=False, whole=False)
     assert len(joint.module.graph.nodes) > SMALL_NODES
     price, previous_s = compiler._remembering(joint), math.inf
-    named = compiler._named(joint, price)
     pool = [(p.simulation.memory.total, p.simulation.step_time_s) for p in compiler.candidates(joint)]
     for budget in ladder(compiler, joint, 8):
-        found = [*named, *Search(joint, compiler.sizes, compiler.cluster.ranks_per_node, price).within(budget, named)]
+        strategies, options = compiler._searched(joint, price)
+        named = strategies.within(budget, lambda options=options, budget=budget: options.foothold_s(budget))
+        found = [*named, *options.within(budget, named)]
         # The pool leaves out choices that are within 2% of another; one budget's best may be among them.
         assert len({id(p.simulation) for p in found}) <= 1.5 * len(set(pool))
         times = [p.simulation.step_time_s for p in found if p.simulation.memory.total <= budget]
@@ -411,7 +412,7 @@ def test_the_error_says_what_fills_the_memory_and_what_would_help_with_numbers()
 def test_the_budget_that_the_error_names_is_of_the_plan_that_was_looked_at() -> None:
     """Of a folded graph, others may seem to need less, by a price that is off by a percent."""
     compiler, joint = gpt("4 cpu")
-    priced = compiler._named(joint, compiler._remembering(joint))
+    priced = compiler._searched(joint, compiler._remembering(joint))[0].everything()
     seen = max(priced, key=lambda p: p.simulation.memory.total)
     error = infeasible(seen, priced, 1, GIB, "adamw", lambda _: seen.simulation)
     assert error.smallest_feasible_gb == feasible_gb(seen.simulation.memory.total)
