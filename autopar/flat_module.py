@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from autopar.errors import InputError
 from autopar.graph import GraphInput, GraphOutput, InputKind, OutputKind
 from autopar.model_state import ModelState
 from autopar.precision import WideLosses, at_least_float32
+from autopar.row_selection import SelectsRows, refuse_selected
 from autopar.signature import CallSignature, OutputTree, flatten_output
 
 
@@ -26,9 +28,15 @@ class FlatModule(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, state: ModelState, signature: CallSignature, used: Mapping[int, torch.dtype]
+        self,
+        model: nn.Module,
+        state: ModelState,
+        signature: CallSignature,
+        used: Mapping[int, torch.dtype],
+        follows_masks: bool = True,
     ) -> None:
         super().__init__()
+        self.follows_masks = follows_masks
         # Not a submodule, so that AOTAutograd does not lift the parameters itself.
         self.call = model.__call__
         self.averaging = [module for module in model.modules() if averages_batches(module)]
@@ -72,8 +80,8 @@ class FlatModule(nn.Module):
         self.state.put(held)
         for module in self.averaging:
             vars(module)["forward"] = partial(averaging_forward, module)
-        with WideLosses() if self.dtypes else nullcontext():
-            self.output_tree, outputs = flatten_output(self.call(*args, **kwargs))
+        self.output_tree, outputs = flatten_output(self.called(args, kwargs))
+        refuse_selected(outputs)
         if not outputs:
             raise _no_tensors(self.output_tree)
         if self.dtypes:  # whoever adds losses up, or scales them, wants no bfloat16
@@ -85,6 +93,14 @@ class FlatModule(nn.Module):
             *(GraphOutput(OutputKind.MUTATION, name) for name in reassigned),
         )
         return outputs, reassigned
+
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns of a call as it stands."""
+        with (
+            WideLosses() if self.dtypes else nullcontext(),
+            SelectsRows() if self.follows_masks else nullcontext(),
+        ):
+            return self.call(*args, **kwargs)
 
 
 def _no_tensors(tree: OutputTree) -> InputError:

@@ -28,6 +28,7 @@ from autopar.model_state import ModelState
 from autopar.ownership import annotate_modules
 from autopar.precision import cast_inputs, used_dtypes
 from autopar.records import KnownResults, Record, record_call
+from autopar.selected_rows import is_unfollowed
 from autopar.signature import (
     CallSignature,
     OutputTree,
@@ -36,7 +37,7 @@ from autopar.signature import (
     find_batch_dims,
     flatten_inputs,
 )
-from autopar.trace_errors import acting_error, reads_itself, trace_error
+from autopar.trace_errors import acting_error, reads_itself, trace_error, unfollowed_error
 from autopar.unfold import check_unfolds, whole_names
 
 _LOGGER = logging.getLogger(__name__)
@@ -118,6 +119,10 @@ class _Call:
     batch_dims: Mapping[str, int]
     dtype: torch.dtype | None
     known: KnownOps = field(default_factory=dict)
+    follows_masks: bool = True
+
+    def _flat(self, state: ModelState) -> FlatModule:
+        return FlatModule(self.model, state, self.signature, self.used, self.follows_masks)
 
     def joint(self, state: ModelState) -> JointGraph:
         """The graph of the model as it is now, whose state is `state`."""
@@ -127,7 +132,16 @@ class _Call:
             raise acting_error(error, state.paths) from error
         except Exception as error:  # noqa: BLE001  (the model's own: AOTAutograd meets it again)
             _LOGGER.debug("not written as the model runs: %s", error)
-        return self._captured(state)
+        try:
+            return self._captured(state)
+        except TraceError as error:
+            if not is_unfollowed(error.__cause__):
+                raise
+            self.follows_masks = False  # what is selected may go nowhere
+            try:
+                return self._captured(state)
+            except TraceError as refused:
+                raise unfollowed_error(refused, error.__cause__, state.paths) from refused.__cause__
 
     def _captured(self, state: ModelState) -> JointGraph:
         """The same by AOTAutograd, of any model."""
@@ -160,7 +174,7 @@ class _Call:
         Raises:
             UnwritableError: if it cannot be written so.
         """
-        flat = FlatModule(self.model, state, self.signature, self.used)
+        flat = self._flat(state)
         inputs = self._fakes(state, known.mode)
         writer = GraphWriter(flat, inputs, known)
         with self._grad_mode(), KnownValues():
@@ -169,7 +183,7 @@ class _Call:
         return record, joint_graph(captured, flat, self.batch_dims)
 
     def _capture(self, state: ModelState, allow_value_reads: bool) -> tuple[fx.GraphModule, FlatModule]:
-        flat = FlatModule(self.model, state, self.signature, self.used)
+        flat = self._flat(state)
         mode = new_fake_mode(allow_value_reads, self.known)
         inputs = self._fakes(state, mode)
         try:
@@ -225,7 +239,7 @@ class _Call:
             joint.runs = runs
             check_unfolds(joint)
             inputs, _, tied = whole_names(joint)
-            expected = FlatModule(self.model, whole, self.signature, self.used).inputs
+            expected = self._flat(whole).inputs
             if inputs[: len(expected)] != expected or tied != whole.tied:  # a tensor of a unit has a name elsewhere
                 return None
         except Exception as error:  # noqa: BLE001  (the model's own: tracing all of it meets it again, or it is not its)
@@ -261,14 +275,14 @@ class _Call:
     def _after_another_call(self, state: ModelState) -> dict[str, Any]:
         """What differs, by place, when the model is called again as the first call left it."""
         known = KnownResults(new_fake_mode(known=self.known))
-        flat = FlatModule(self.model, state, self.signature, self.used)
+        flat = self._flat(state)
         inputs = self._fakes(state, known.mode)
         args, kwargs = self.signature.rebuild(inputs[len(state.tensors) :])
         try:
             with as_captured(known.mode), known.mode, torch.no_grad(), KnownValues():
                 flat.run(*inputs)
                 before = dict(state.left)
-                flat.call(*args, **kwargs)
+                flat.called(args, kwargs)
                 after = state.changes()
         except Exception as error:  # noqa: BLE001  (the model's own, which a first call does not meet)
             _LOGGER.debug("not called again: %s", error)
@@ -278,7 +292,7 @@ class _Call:
         return {place: value for place, value in after.items() if _is_other(value, before.get(place))}
 
     def _record(self, state: ModelState, numbers: dict[Hashable, int], known: KnownResults) -> Record:
-        flat = FlatModule(self.model, state, self.signature, self.used)
+        flat = self._flat(state)
         with self._grad_mode(), KnownValues():
             return record_call(flat, self._fakes(state, known.mode), numbers, known)
 

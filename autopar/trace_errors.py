@@ -16,6 +16,7 @@ from autopar._compat import is_value_missing, value_read
 from autopar.captured import ACTING
 from autopar.errors import TraceError
 from autopar.known_values import KnownValues, reads_values
+from autopar.selected_rows import UnfollowedError
 
 
 def trace_error(
@@ -62,7 +63,17 @@ def acting_error(error: Exception, paths: Mapping[int, str]) -> TraceError:
     return TraceError(f"cannot trace the model to one graph: {_place(error, paths)[0]} calls {error}, {ACTING}")
 
 
-def _place(error: Exception, paths: Mapping[int, str]) -> tuple[str, bool]:
+def unfollowed_error(refused: TraceError, error: BaseException | None, paths: Mapping[int, str]) -> TraceError:
+    """What is refused because of a mask, with what was called with the rows that it selects."""
+    assert error is not None
+    what = error.what if isinstance(error, UnfollowedError) else str(error)
+    return TraceError(
+        f"{refused}. What a mask selects is followed as all rows and which of them count, but not through {what}:"
+        f" {_place(error, paths)[0]}"
+    )
+
+
+def _place(error: BaseException, paths: Mapping[int, str]) -> tuple[str, bool]:
     """The module of the model and the line that an exception came from, and whether that line is an installed
     library's."""
     frames = list(_frames(error))
