@@ -22,6 +22,7 @@ from autopar.selected_rows import (
     follow,
     in_custom_function,
 )
+from autopar.selected_views import paired
 
 
 class SelectsRows(TorchFunctionMode):
@@ -38,21 +39,16 @@ class SelectsRows(TorchFunctionMode):
         self._kinds: dict[Hashable, int] = {}
         self._alive: list[Tensor] = []  # so that no two tensors have one id
 
-    @property
-    def is_used(self) -> bool:
-        """Whether something was selected."""
-        return bool(self._selections)
-
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if SelectedRows in types:
-            if func is torch.Tensor.__setitem__:
-                return self._write(*args)
-            return follow(func, args, kwargs)
+        if func is torch.Tensor.__setitem__ and self._write(*args):
+            return None
         if func in _SELECTIONS and len(args) == 2 and not kwargs:
             selected = self._select(func, *args)
             if selected is not None:
                 return selected
+        if SelectedRows in types:
+            return follow(func, args, kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dtype in _DISCRETE and getattr(func, "__name__", "") in _REPEATABLE:
             self._note(func, args, kwargs, result)
@@ -63,6 +59,8 @@ class SelectsRows(TorchFunctionMode):
     def _select(self, func: Any, x: Tensor, index: Any) -> SelectedRows | None:
         """What is selected; None if that is not by a mask over the first dims, or not to be followed."""
         rest: Sequence[Any] = ()
+        if isinstance(x, SelectedRows):
+            return None
         if func is torch.Tensor.__getitem__:
             mask, *rest = index if isinstance(index, tuple) and index else (index,)
             if mask is Ellipsis and rest and isinstance(rest[0], Tensor) and rest[0].ndim == x.ndim:
@@ -82,6 +80,8 @@ class SelectsRows(TorchFunctionMode):
         selected = SelectedRows(rows, selection, HARMLESS)
         if not rest:
             return selected
+        if any(isinstance(one, SelectedRows) for one in rest):
+            return paired(selected, rest)
         found: SelectedRows = follow(torch.Tensor.__getitem__, (selected, (slice(None), *rest)), {})
         return found
 
@@ -93,17 +93,22 @@ class SelectsRows(TorchFunctionMode):
             self._selections[key] = Selection(mask.expand(shape).reshape(-1).clone())
         return self._selections[key]
 
-    def _write(self, x: Tensor, index: Any, value: Any) -> None:
-        """`x[mask] = rows` that the same mask selects."""
-        if isinstance(x, SelectedRows) or not isinstance(value, SelectedRows) or not _is_mask(index):
-            raise UnfollowedError("torch.Tensor.__setitem__")
-        shape = tuple(x.shape[: index.ndim])
-        if tuple(index.shape) != shape or self._selection(index, shape) is not value.selection:
-            raise UnfollowedError("torch.Tensor.__setitem__ of rows that different masks select")
-        if value.rows.shape[1:] != x.shape[index.ndim :]:
-            raise UnfollowedError("torch.Tensor.__setitem__")
-        rows, over = value.rows.reshape(x.shape), index.view(*shape, *[1] * (x.ndim - index.ndim))
-        x.copy_(torch.where(over, rows.to(x.dtype), x))
+    def _write(self, x: Tensor, index: Any, value: Any) -> bool:
+        """`x[mask] = value`, of rows that the same mask selects or of what all of them get; whether it was that."""
+        if isinstance(x, SelectedRows) or not _is_mask(index) or index.shape != x.shape[: index.ndim]:
+            return False
+        shape, inner = tuple(index.shape), x.shape[index.ndim :]
+        if isinstance(value, SelectedRows):
+            if self._selection(index, shape) is not value.selection:
+                raise UnfollowedError("torch.Tensor.__setitem__ of rows that different masks select")
+            if value.rows.shape[1:] != inner:
+                raise UnfollowedError("torch.Tensor.__setitem__")
+            value = value.rows.reshape(x.shape)
+        elif not isinstance(value, Tensor) or value.ndim > len(inner):
+            return False
+        over = index.view(*shape, *[1] * len(inner))
+        x.copy_(torch.where(over, value.to(x.dtype), x))
+        return True
 
     # ---------------------------------------------------------------------------------------------- where masks are one
 
@@ -139,7 +144,8 @@ _REPEATABLE = {
 
 
 def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype is torch.bool and index.ndim > 0
+    is_plain = isinstance(index, Tensor) and not isinstance(index, SelectedRows)
+    return is_plain and index.dtype is torch.bool and index.ndim > 0
 
 
 def _has_tensor(index: slice) -> bool:

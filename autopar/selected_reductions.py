@@ -68,10 +68,15 @@ def _mean(call: RowCall) -> Any:
 
 def mean(values: SelectedRows, dims: list[int] | None = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
     """The mean over rows that count, and over other dims; NaN of none."""
-    dtype, dims = dtype or values.dtype, dims or list(range(values.rows.ndim))
+    dtype, count = dtype or values.dtype, how_many(values, dims)
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    count = values.selection.count * math.prod(values.rows.shape[dim] for dim in dims if dim)
-    return (values.filled(0).sum(dims, keepdim, dtype=wide) / count).to(dtype)
+    return (values.filled(0).sum(dims or list(range(values.rows.ndim)), keepdim, dtype=wide) / count).to(dtype)
+
+
+def how_many(values: SelectedRows, dims: list[int] | None) -> Tensor:
+    """How many elements are reduced over the rows and the other of these dims, () integers; None: over all dims."""
+    reduced = dims or range(values.rows.ndim)
+    return values.selection.count * math.prod(values.rows.shape[dim] for dim in reduced if dim)
 
 
 @follows("amax", "amin", "max", "min")
@@ -89,11 +94,23 @@ def _extreme(call: RowCall) -> Any:
     return torch.where(rows.selection.count > 0, found, math.nan)  # where the function refuses to
 
 
-@follows("argmax", "argmin", "logsumexp", "median", "std", "var")
-def _along(call: RowCall) -> Any:
-    if isinstance(call.argument(1, "dim"), bool):  # `unbiased`, which may stand there
+follows("argmax", "argmin", "logsumexp", "median")(along)
+
+
+@follows("std", "var")
+def _spread(call: RowCall) -> Any:
+    """Around the mean of the rows that count."""
+    if isinstance(call.argument(1, "dim"), bool) or len(call.args) > 2:  # `unbiased`, which may stand there
         raise UnfollowedError
-    return along(call)
+    if not _is_over_rows(call):
+        return row_by_row(call)
+    rows, dims, keepdim = _only(call), dims_of(call), call.kwargs.get("keepdim", False)
+    correction = call.kwargs.get("correction", 1) if call.kwargs.get("unbiased", True) else 0
+    values = rows.filled()
+    squares = SelectedRows((values - mean(rows, dims, keepdim=True)).square(), rows.selection).filled(0)
+    freedom = (how_many(rows, dims) - correction).clamp(min=0)
+    variance = squares.sum(dims or list(range(values.ndim)), keepdim) / freedom
+    return variance.sqrt() if call.name == "std" else variance
 
 
 # --------------------------------------------------------------------------------------------------------------- losses

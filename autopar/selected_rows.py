@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
@@ -36,15 +36,6 @@ class UnfollowedError(Exception):
     def __init__(self, what: str = "") -> None:
         super().__init__(what)
         self.what = what
-
-
-class UnknownSize:
-    """Stands where the number of selected rows would."""
-
-
-def is_unfollowed(error: BaseException | None) -> bool:
-    """Whether an exception was raised because selected rows cannot be followed."""
-    return isinstance(error, UnfollowedError) or (isinstance(error, TypeError) and UnknownSize.__name__ in str(error))
 
 
 class Selection:
@@ -117,6 +108,14 @@ class SelectedRows(Tensor):
         made = SelectedRows(rows, selection or self.selection, self.filler)
         made.is_aliased = self.is_aliased = True
         return made
+
+    def view(self, *size: Any, **named: Any) -> Any:
+        """As a tensor's: sizes may be unknown ones, which PyTorch's own method would not hand on."""
+        return follow(Tensor.view, (self, *size), named)
+
+    def reshape(self, *size: Any, **named: Any) -> Any:
+        """As `view`."""
+        return follow(Tensor.reshape, (self, *size), named)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -201,6 +200,18 @@ def only_selection(selected: Iterable[SelectedRows]) -> Selection:
     if len(found) != 1:
         raise UnfollowedError("rows that different masks select")
     return next(iter(found.values()))
+
+
+def joined_selection(parts: Sequence[Selection | int], device: torch.device) -> Selection:
+    """What selects rows one after another, which are selected by each of `parts`, or are so many and all count."""
+    first = next(one for one in parts if isinstance(one, Selection))
+
+    def mask() -> Tensor:
+        whole = [one.mask if isinstance(one, Selection) else torch.full((one,), True, device=device) for one in parts]
+        return torch.cat(whole)
+
+    key = tuple(id(one) if isinstance(one, Selection) else f"{one} rows" for one in parts)
+    return first._once(key, mask, parts)
 
 
 Follower = Callable[[RowCall], Any]

@@ -1,4 +1,4 @@
-"""What functions make of selected rows that only look at them: shapes, views, indexing, and a second mask."""
+"""What functions make of selected rows that only look at them: views, indexing, and a second mask."""
 
 from __future__ import annotations
 
@@ -9,43 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.selected_functions import every_row, place, row_by_row
+from autopar.selected_functions import place, row_by_row
 from autopar.selected_rows import (
     HARMLESS,
     RowCall,
     SelectedRows,
     UnfollowedError,
-    UnknownSize,
     follows,
+    joined_selection,
+    num_dims,
     only_selection,
     per_row,
 )
-
-# --------------------------------------------------------------------------------------------------------------- shapes
-
-
-class _Shape(tuple[Any, ...]):
-    """The sizes of selected rows, of which the first is not known."""
-
-    __slots__ = ()
-
-    def __getitem__(self, index: Any) -> Any:
-        found = tuple.__getitem__(self, index)
-        if any(isinstance(one, UnknownSize) for one in (found if isinstance(found, tuple) else (found,))):
-            raise UnfollowedError("torch.Tensor.shape[0]")
-        return found
-
-    def _whole(self, *_: Any) -> Any:
-        raise UnfollowedError("torch.Tensor.shape")
-
-    __eq__ = __ne__ = __iter__ = __hash__ = __contains__ = __add__ = __radd__ = numel = _whole
-
-
-@follows("shape.__get__", "size")
-def _shape(call: RowCall) -> Any:
-    shape, dim = _Shape((UnknownSize(), *call.args[0].rows.shape[1:])), call.argument(1, "dim")
-    return shape if dim is None else shape[dim]
-
+from autopar.selected_sizes import UnknownSize
 
 # ---------------------------------------------------------------------------------------------------------------- views
 
@@ -61,14 +37,21 @@ def _index_select(call: RowCall) -> Any:
 
 @follows("cat", "concat", "concatenate", "stack", "hstack")
 def _joined(call: RowCall) -> Any:
-    parts = [every_row(t) for t in call.tensors]
-    ndims = {t.rows.ndim for t in parts}
-    if len(ndims) != 1 or (call.name == "hstack" and ndims == {1}):
+    ndims = {num_dims(t) for t in call.tensors}
+    if len(ndims) != 1:
         raise UnfollowedError
-    dim = 1 if call.name == "hstack" else call.argument(1, "dim", 0)
-    if not place(dim, ndims.pop() + (call.name == "stack")):
-        raise UnfollowedError("rows one after another")
-    return row_by_row(call)
+    dim = min(1, *ndims, 1) if call.name == "hstack" else call.argument(1, "dim", 0)
+    if place(dim, ndims.pop() + (call.name == "stack")):
+        return row_by_row(call)
+    if call.name == "stack":
+        raise UnfollowedError
+    return _one_after_another(call.tensors)
+
+
+def _one_after_another(parts: Sequence[Tensor]) -> SelectedRows:
+    """Rows that each have their selection, or all count."""
+    joined = joined_selection([t.selection if isinstance(t, SelectedRows) else len(t) for t in parts], parts[0].device)
+    return SelectedRows(torch.cat([t.filled() if isinstance(t, SelectedRows) else t for t in parts]), joined)
 
 
 def _own(call: RowCall) -> SelectedRows:
@@ -89,7 +72,11 @@ def _reshape(call: RowCall) -> Any:
     rows, shape = call.args[0], _given(call)
     if call.name.endswith("_as"):
         return _reshaped_as(rows, shape[0])
-    if not isinstance(rows, SelectedRows) or not all(type(size) is int for size in shape) or shape[0] != -1:
+    if not isinstance(rows, SelectedRows) or not all(type(size) is int for size in shape[1:]):
+        raise UnfollowedError
+    if isinstance(shape[0], UnknownSize) and shape[0] == UnknownSize(rows.selection):
+        return rows.like(rows.rows.reshape(len(rows.rows), *shape[1:]))
+    if type(shape[0]) is not int or shape[0] != -1:
         raise UnfollowedError
     return _merged(rows, shape[1:])
 
@@ -178,8 +165,8 @@ def _index(call: RowCall) -> Any:
         return _narrowed(rows, index)
     index = index if isinstance(index, tuple) else (index,)
     if index and index[0] is Ellipsis:
-        num_dims = sum(one is not None for one in index[1:])
-        index = (*[slice(None)] * (rows.rows.ndim - num_dims), *index[1:])
+        num_given = sum(one is not None for one in index[1:])
+        index = (*[slice(None)] * (rows.rows.ndim - num_given), *index[1:])
     if not index or not isinstance(index[0], slice) or index[0] != slice(None):
         raise UnfollowedError
     tensors = [one for one in index if isinstance(one, Tensor)]
@@ -188,6 +175,19 @@ def _index(call: RowCall) -> Any:
     if len(tensors) > 1 or any(isinstance(t, SelectedRows) or t.dtype is torch.bool for t in tensors):
         raise UnfollowedError
     return rows.like(rows.rows[index])
+
+
+def paired(rows: SelectedRows, index: Sequence[Any]) -> SelectedRows:
+    """`x[mask, index]`: of each row the element that its number in `index` says."""
+    places, *others = index
+    if not isinstance(places, SelectedRows) or places.rows.ndim != 1 or places.dtype is torch.bool:
+        raise UnfollowedError
+    if not all(isinstance(one, slice) and one == slice(None) for one in others) or rows.rows.ndim < 2:
+        raise UnfollowedError
+    only_selection([rows, places])
+    size = (len(rows.rows), 1, *rows.rows.shape[2:])
+    chosen = places.filled(0).view(-1, *[1] * (rows.rows.ndim - 1)).expand(size)
+    return SelectedRows(rows.filled().gather(1, chosen).squeeze(1), rows.selection)
 
 
 def _narrowed(rows: SelectedRows, mask: SelectedRows) -> SelectedRows:

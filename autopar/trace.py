@@ -28,7 +28,7 @@ from autopar.model_state import ModelState
 from autopar.ownership import annotate_modules
 from autopar.precision import cast_inputs, used_dtypes
 from autopar.records import KnownResults, Record, record_call
-from autopar.selected_rows import is_unfollowed
+from autopar.selected_sizes import is_unfollowed
 from autopar.signature import (
     CallSignature,
     OutputTree,

@@ -179,6 +179,37 @@ def pointwise(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return (made * sizes + a.new_zeros(WIDTH) + a.to(y).clone().contiguous().type_as(y)).mean() + whole
 
 
+def sizes(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    a = y[mask]
+    n, width = a.shape
+    assert a.shape == (y * 2)[mask].shape
+    mean = a.sum() / n + a.sum() / a.numel() + a.square().sum() / (2 * n) + a.sum() / a.shape.numel()
+    return mean + a.view(n, width, 1).mean() + a.reshape(a.size(0), width).sum() / (a.shape[0] * a.shape[1])
+
+
+def joined(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    a, b, classes = y[mask], y[labels > 1], torch.cat([labels[mask], labels[labels > 1]])
+    return F.cross_entropy(torch.cat([a, b]), classes) + torch.cat([a, y[:, 0]]).mean()
+
+
+def whitened(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    a = y[mask].sum(-1)
+    spread = a.var(unbiased=False) + y[mask].std(0).sum() + torch.var(y[mask], dim=0, correction=0).mean()
+    return ((a - a.mean()) / (a.std() + 1e-5)).pow(3).mean() + spread
+
+
+def paired(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return y.log_softmax(-1)[mask, labels[mask]].mean()
+
+
+def one_for_all(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """What is written is a parameter, as where tokens are masked."""
+    z = y * 1
+    z[mask] = s.scale
+    z[labels > 2] = s.temperature
+    return z.square().mean()
+
+
 def written(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     z = torch.zeros_like(y)
     z[mask] = F.gelu(y[mask])
@@ -200,12 +231,12 @@ def mask_written_later(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> T
 USES = [
     all_losses, weighted_classes, masks_made_twice, labels_from_one, elements, decoded, shared_operands,
     undefined_elsewhere, undefined_after, norms, lookups, products, parts, reductions, selected_again, pointwise,
-    written, mask_written_later,
+    sizes, joined, whitened, paired, one_for_all, written, mask_written_later,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-@pytest.mark.filterwarnings("ignore:std:UserWarning")
+@pytest.mark.filterwarnings("ignore:(std|var):UserWarning")
 def test_the_numbers_are_those_of_eager(use: Use) -> None:
     torch.manual_seed(0)
     model, cases = Selects(use).double(), masks()
@@ -310,8 +341,9 @@ class Doubles(torch.autograd.Function):
 
 REFUSED: dict[str, tuple[Use, str]] = {
     "length": (lambda s, y, labels, mask: y.sum() / len(y[mask]), r"torch\.Tensor\.__len__"),
-    "shape": (lambda s, y, labels, mask: y[mask].sum() / (y[mask].shape[0] + 1), r"torch\.Tensor\.shape\[0\]"),
-    "numel": (lambda s, y, labels, mask: y[mask].sum() / (y[mask].numel() + 1), r"torch\.Tensor\.numel"),
+    "inverse": (lambda s, y, labels, mask: y[mask].sum() * (1 / y[mask].shape[0]), "the number of selected rows"),
+    "condition": (lambda s, y, labels, mask: y.sum() * (y[mask].numel() > 0), "the number of selected rows"),
+    "range": (lambda s, y, labels, mask: y.sum() + torch.arange(y[mask].size(0)).sum(), ".*UnknownSize"),
     "unknown": (lambda s, y, labels, mask: y[mask].cumsum(0).sum(), r"torch\.Tensor\.cumsum"),
     "two masks": (
         lambda s, y, labels, mask: (y[mask] * y[labels > 1]).sum(),
