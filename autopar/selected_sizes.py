@@ -15,12 +15,17 @@ from autopar.selected_rows import RowCall, Selection, UnfollowedError, follows, 
 class UnknownSize:
     """How many rows are selected, times a number, where a program asks for a size.
 
-    Tensors can be divided by it and multiplied with it.  Whatever needs a number raises an `UnfollowedError`, and
-    PyTorch's own code takes it for none.
+    Tensors can be divided by it and multiplied with it.  Whatever else is done with it reads the number, as `.item()`
+    does; PyTorch's own code takes it for none.
     """
 
     def __init__(self, selection: Selection, times: int = 1) -> None:
         self.selection, self.times = selection, times
+
+    @property
+    def count(self) -> Tensor:
+        """The number, () integers."""
+        return self.selection.count * self.times
 
     def __mul__(self, other: Any) -> Any:
         if type(other) is int and other > 0:
@@ -33,28 +38,38 @@ class UnknownSize:
     def _applied(self, function: Callable[[Any, Any], Any], other: Any) -> Any:
         """What a tensor becomes with it, in that tensor's dtype.  Of two numbers, a tensor would not be as precise."""
         if not isinstance(other, Tensor):
-            _read()
+            return function(number(other), number(self))
         wide = other.float() if other.dtype in (torch.float16, torch.bfloat16) else other
-        made = function(wide, self.selection.count * self.times)
+        made = function(wide, self.count)
         return made if wide is other else made.to(other.dtype)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, UnknownSize) or other.selection is not self.selection:
-            _read()
-        return bool(self.times == other.times)  # type: ignore[attr-defined]
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, UnknownSize) and (other.selection, other.times) == (self.selection, self.times):
+            return True
+        return number(self) == number(other)
 
     __rmul__ = __mul__
 
 
-def _read(*_: Any) -> Any:
-    raise UnfollowedError("the number of selected rows")
+def number(size: Any) -> Any:
+    """An unknown size as the number that `.item()` gives; anything else as it is."""
+    return size.count.item() if isinstance(size, UnknownSize) else size
 
 
-for _name in (
-    "add", "bool", "float", "floordiv", "format", "ge", "gt", "hash", "index", "int", "le", "lt", "mod", "pow", "radd",
-    "repr", "rfloordiv", "rmod", "round", "rpow", "rsub", "str", "sub", "truediv", "trunc",
-):  # fmt: skip
-    setattr(UnknownSize, f"__{_name}__", _read)
+def _reading(function: Callable[..., Any], is_reflected: bool = False) -> Callable[..., Any]:
+    def method(*operands: Any) -> Any:
+        given = [number(one) for one in operands]
+        return function(*reversed(given) if is_reflected else given)
+
+    return method
+
+
+for _name in ("add", "floordiv", "ge", "gt", "le", "lt", "mod", "ne", "pow", "sub", "truediv"):
+    setattr(UnknownSize, f"__{_name}__", _reading(getattr(operator, _name)))
+for _name in ("add", "floordiv", "mod", "pow", "sub"):
+    setattr(UnknownSize, f"__r{_name}__", _reading(getattr(operator, _name), is_reflected=True))
+for _name, _conversion in (("bool", bool), ("float", float), ("index", operator.index), ("int", int)):
+    setattr(UnknownSize, f"__{_name}__", _reading(_conversion))
 
 
 def is_unfollowed(error: BaseException | None) -> bool:
@@ -80,6 +95,11 @@ def _shape(call: RowCall) -> Any:
     rows, dim = call.args[0], call.argument(1, "dim")
     shape = _Shape((UnknownSize(rows.selection), *rows.rows.shape[1:]))
     return shape if dim is None else shape[dim]
+
+
+@follows("__len__")
+def _len(call: RowCall) -> Any:
+    return UnknownSize(call.args[0].selection)
 
 
 @follows("numel", "nelement")

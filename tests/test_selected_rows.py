@@ -340,9 +340,6 @@ class Doubles(torch.autograd.Function):
 
 
 REFUSED: dict[str, tuple[Use, str]] = {
-    "length": (lambda s, y, labels, mask: y.sum() / len(y[mask]), r"torch\.Tensor\.__len__"),
-    "inverse": (lambda s, y, labels, mask: y[mask].sum() * (1 / y[mask].shape[0]), "the number of selected rows"),
-    "condition": (lambda s, y, labels, mask: y.sum() * (y[mask].numel() > 0), "the number of selected rows"),
     "range": (lambda s, y, labels, mask: y.sum() + torch.arange(y[mask].size(0)).sum(), ".*UnknownSize"),
     "unknown": (lambda s, y, labels, mask: y[mask].cumsum(0).sum(), r"torch\.Tensor\.cumsum"),
     "two masks": (
@@ -378,6 +375,28 @@ def test_what_cannot_be_followed_is_named(case: str) -> None:
     assert __file__ in message
     said = rf"is followed as all rows and which of them count, but not through {name}[^:]*: the root module"
     assert re.search(said, message), message
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (lambda s, y, labels, mask: y.sum() / len(y[mask]), "a Python number is made of one"),
+        (lambda s, y, labels, mask: y[mask].sum() * (1 / y[mask].shape[0]), "a Python number is made of one"),
+        (lambda s, y, labels, mask: y.sum() if y[mask].numel() > 0 else y.mean(), "an `if`, `while` or `assert` asks"),
+        (lambda s, y, labels, mask: y.sum() if y[mask].shape == y.shape else y.mean(), "an `if`, `while` or `assert`"),
+    ],
+)
+def test_their_number_is_read_as_any_other(use: Use, reason: str) -> None:
+    with pytest.raises(TraceError, match=f"the root module, {__file__}.*depends on the values of a tensor: {reason}"):
+        trace(Returns(use).double(), batch(masks()["random"]), {})
+
+
+def test_a_check_of_their_number_is_left_out() -> None:
+    def checked(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        torch._check(y[mask].numel() == y[labels > 1].numel())
+        return y[mask].mean()
+
+    trace(Returns(checked).double(), batch(masks()["random"]), {})
 
 
 def test_what_is_selected_and_goes_nowhere_is_left_out() -> None:
