@@ -37,6 +37,7 @@ class SelectsRows(TorchFunctionMode):
         self._selections: dict[Hashable, Selection] = {}
         self._numbers: Any = WeakTensorKeyDictionary()
         self._kinds: dict[Hashable, int] = {}
+        self._rows: dict[int, Tensor] = {}
         self._alive: list[Tensor] = []  # so that no two tensors have one id
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -44,14 +45,12 @@ class SelectsRows(TorchFunctionMode):
         if func is torch.Tensor.__setitem__ and self._write(*args):
             return None
         if func in _SELECTIONS and len(args) == 2 and not kwargs:
-            selected = self._select(func, *args)
-            if selected is not None:
-                return selected
-        if SelectedRows in types:
-            return follow(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.dtype in _DISCRETE and getattr(func, "__name__", "") in _REPEATABLE:
-            self._note(func, args, kwargs, result)
+            result: Any = self._select(func, *args)
+            if result is not None:
+                return self._noted(func, args, kwargs, result) if result.dtype in _DISCRETE else result
+        result = follow(func, args, kwargs) if SelectedRows in types else func(*args, **kwargs)
+        if isinstance(result, Tensor) and getattr(func, "__name__", "") in _REPEATABLE and result.dtype in _DISCRETE:
+            return self._noted(func, args, kwargs, result)
         return result
 
     # ------------------------------------------------------------------------------------------------------- selecting
@@ -112,16 +111,24 @@ class SelectsRows(TorchFunctionMode):
 
     # ---------------------------------------------------------------------------------------------- where masks are one
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
-        """Remember how a tensor of booleans or integers was computed."""
+    def _noted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Tensor:
+        """Remember how a tensor of booleans or integers was computed.  Selected rows of them are the first that were
+        computed so."""
         leaves, tree = tree_flatten((args, kwargs))
         if any(isinstance(one, slice) and _has_tensor(one) for one in leaves):
-            return
+            return result
         parts = tuple(self._number(one) if isinstance(one, Tensor) else repr(one) for one in leaves)
-        self._numbers[result] = (self._kind((func, str(tree), parts)), result._version)
+        kind = self._kind((func, str(tree), parts))
+        if not isinstance(result, SelectedRows):
+            self._numbers[result] = (kind, result._version)
+            return result
+        result.rows = self._rows.setdefault(kind, result.rows)
+        return result
 
     def _number(self, tensor: Tensor) -> int:
         """A number that tensors of the same values share, as far as is known."""
+        if isinstance(tensor, SelectedRows):
+            tensor = tensor.rows  # which are others after a write
         kind, version = self._numbers.get(tensor, (None, None))
         if kind is not None and version == tensor._version:
             return int(kind)

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from autopar.selected_functions import every_row, row_by_row
-from autopar.selected_rows import HARMLESS, RowCall, SelectedRows, UnfollowedError, follows, num_dims
+from autopar.selected_rows import HARMLESS, RowCall, SelectedRows, UnfollowedError, follows, num_dims, only_selection
 
 
 @follows("embedding")
@@ -54,6 +54,27 @@ def _addmm(call: RowCall) -> Any:
     if not isinstance(left, SelectedRows) or isinstance(right, SelectedRows) or num_dims(bias) != 1:
         raise UnfollowedError
     return call.each_row(lambda t: t.filled() if isinstance(t, SelectedRows) else t)
+
+
+@follows("einsum")
+def _einsum(call: RowCall) -> Any:
+    equation, operands = call.args[0], call.tensors
+    if not isinstance(equation, str):
+        raise UnfollowedError
+    read, arrow, given = equation.replace(" ", "").partition("->")
+    terms = read.split(",")
+    letters = {term[:1] for term, t in zip(terms, operands, strict=True) if isinstance(t, SelectedRows)}
+    row = letters.pop()
+    counts = [(term.count(row), int(isinstance(t, SelectedRows))) for term, t in zip(terms, operands, strict=True)]
+    if letters or not arrow or "." in equation or any(found != expected for found, expected in counts):
+        raise UnfollowedError
+    if given.startswith(row):
+        return call.each_row(lambda t: t.filled() if isinstance(t, SelectedRows) else t)
+    if row in given:
+        raise UnfollowedError
+    only_selection(call.selected)
+    first = call.selected[0]
+    return call.run(lambda t: t.filled(0 if t is first else HARMLESS) if isinstance(t, SelectedRows) else t)
 
 
 _LAYERS = {

@@ -163,7 +163,10 @@ _ELEMENTWISE = {
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "hinge_embedding_loss", "huber_loss", "kl_div",
     "l1_loss", "margin_ranking_loss", "mse_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss",
 }  # fmt: skip
-_ROW_WISE = {"cosine_embedding_loss", "gaussian_nll_loss", "multilabel_margin_loss", "triplet_margin_loss"}
+_ROW_WISE = {
+    "cosine_embedding_loss", "gaussian_nll_loss", "multi_margin_loss", "multilabel_margin_loss",
+    "multilabel_soft_margin_loss", "triplet_margin_loss",
+}  # fmt: skip
 _ALIKE = {"anchor", "input1", "input2", "negative", "positive"}
 """Their arguments that have as many dims as each other."""
 

@@ -67,6 +67,7 @@ def all_losses(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
             F.kl_div(a.log_softmax(-1), b.detach().softmax(-1), reduction="sum"), F.poisson_nll_loss(a, b),
             F.cosine_embedding_loss(a, b, sign), F.triplet_margin_loss(a, b, a.flip(1)), F.gaussian_nll_loss(a, b, b),
             F.margin_ranking_loss(a[:, 0], b[:, 0], sign), F.hinge_embedding_loss(a[:, 1], sign),
+            F.multi_margin_loss(a, labels[mask]), F.multilabel_soft_margin_loss(a, (b > 1).double()),
         ]
     )  # fmt: skip
 
@@ -167,7 +168,10 @@ def reductions(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 def selected_again(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     a, classes = y[mask], labels[mask]
     kept = classes > 1
-    return F.cross_entropy(a[kept], classes[kept]) + a[a > 0].mean() + a[kept][:, 0].sum()
+    twice = F.cross_entropy(y[mask][labels[mask] > 0], labels[mask][labels[mask] > 0]) + F.cross_entropy(
+        a[classes != 1], classes[classes != 1]
+    )
+    return twice + F.cross_entropy(a[kept], classes[kept]) + a[a > 0].mean() + a[kept][:, 0].sum()
 
 
 def pointwise(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
