@@ -200,8 +200,6 @@ def dims_of(call: RowCall) -> list[int] | None:
     """Along which dims a function works, counted from the first; None: along all."""
     position, default = DIMS[call.name]
     ndim = num_dims(call.tensors[0])
-    if "axis" in call.kwargs or "keepdims" in call.kwargs:  # numpy's names
-        raise UnfollowedError
     given = call.argument(position, "dim", default)
     if given is None:
         return None

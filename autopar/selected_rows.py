@@ -243,8 +243,9 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     follower = FOLLOWERS.get(name) or next((found for kind in BY_KIND if (found := kind(name))), None)
     if follower is None or kwargs.get("out") is not None or in_custom_function():
         raise UnfollowedError(full_name)
+    kwargs = {_ALIASES.get(key, key): value for key, value in kwargs.items()}
     if not args and "input" in kwargs:
-        args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
+        args = (kwargs.pop("input"),)
     try:
         return follower(RowCall(func, args, kwargs, name))
     except UnfollowedError as error:
@@ -252,6 +253,8 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         raise UnfollowedError(what) from None
 
 
+_ALIASES = {"axis": "dim", "keepdims": "keepdim"}
+"""Numpy's names of arguments, and those that PyTorch's functions know them by."""
 _NAMESPACES = ("torch.nn.functional.", "torch.Tensor.", "torch.")
 _OPERATORS = {
     "add", "and", "eq", "floordiv", "ge", "gt", "le", "lt", "matmul", "mod", "mul", "ne", "or", "pow", "sub", "truediv",

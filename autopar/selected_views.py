@@ -40,7 +40,7 @@ def _joined(call: RowCall) -> Any:
     ndims = {num_dims(t) for t in call.tensors}
     if len(ndims) != 1:
         raise UnfollowedError
-    dim = min(1, *ndims, 1) if call.name == "hstack" else call.argument(1, "dim", 0)
+    dim = int(ndims != {1}) if call.name == "hstack" else call.argument(1, "dim", 0)
     if place(dim, ndims.pop() + (call.name == "stack")):
         return row_by_row(call)
     if call.name == "stack":
