@@ -124,6 +124,10 @@ class SelectedRows(Tensor):
         """As a tensor's: sizes may be unknown ones, which PyTorch's own method would not hand on."""
         return follow(Tensor.view, (self, *size), named)
 
+    def __iter__(self) -> Iterator[Tensor]:
+        """Rows one by one are not known."""
+        raise UnfollowedError("torch.Tensor.__iter__")
+
     def reshape(self, *size: Any, **named: Any) -> Any:
         """As `view`."""
         return follow(Tensor.reshape, (self, *size), named)

@@ -383,6 +383,7 @@ REFUSED: dict[str, tuple[Use, str]] = {
         r"torch\.Tensor\.mul of selected rows and a tensor of shape \[8, 5\]",
     ),
     "positions": (lambda s, y, labels, mask: y[mask].max(0).indices.sum(), r"torch\.Tensor\.max"),
+    "iteration": (lambda s, y, labels, mask: sum(row.sum() for row in y[mask]), r"torch\.Tensor\.__iter__"),  # type: ignore[dict-item]
     "first": (lambda s, y, labels, mask: y[mask][0].sum(), r"torch\.Tensor\.__getitem__"),
     "dims": (lambda s, y, labels, mask: F.mse_loss(y[mask][:, :1], y[mask][:, 0]), r"torch\.nn\.functional\.mse_loss"),
     "batch norm": (lambda s, y, labels, mask: F.batch_norm(y[mask], None, None, training=True).sum(), ".*batch_norm"),
