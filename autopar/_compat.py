@@ -139,6 +139,8 @@ __all__ = [
     "tree_unflatten",
     "value_read",
     "values_of",
+    "version_of",
+    "wrapper_like",
 ]
 
 
@@ -682,6 +684,16 @@ def core_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
 def registered_decomposition(op: OpOverload) -> Callable[..., Any] | None:
     """PyTorch's own definition of an op, if it has one."""
     return decomposition_table.get(op)
+
+
+def wrapper_like(cls: type[torch.Tensor], tensor: torch.Tensor) -> Any:
+    """A tensor of the class `cls`, with a dtype, a device and no values: ops on it call `cls.__torch_dispatch__`."""
+    return torch.Tensor._make_wrapper_subclass(cls, (), dtype=tensor.dtype, device=tensor.device)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor's memory has been written to."""
+    return tensor._version
 
 
 def shares_storage(left: torch.Tensor, right: torch.Tensor) -> bool:

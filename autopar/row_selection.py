@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import autopar.selected_layers
 import autopar.selected_reductions
 import autopar.selected_views  # noqa: F401  (all say what functions make of selected rows)
-from autopar._compat import tree_flatten
+from autopar._compat import tree_flatten, version_of
 from autopar.selected_places import places_of, put
 from autopar.selected_rows import (
     HARMLESS,
@@ -136,7 +136,7 @@ class SelectsRows(TorchFunctionMode):
         parts = tuple(self._number(one) if isinstance(one, Tensor) else repr(one) for one in leaves)
         kind = self._kind((func, str(tree), parts))
         if not isinstance(result, SelectedRows):
-            self._numbers[result] = (kind, result._version)
+            self._numbers[result] = (kind, version_of(result))
             return result
         result.rows = self._rows.setdefault(kind, result.rows)
         return result
@@ -146,10 +146,10 @@ class SelectsRows(TorchFunctionMode):
         if isinstance(tensor, SelectedRows):
             tensor = tensor.rows  # which are others after a write
         kind, version = self._numbers.get(tensor, (None, None))
-        if kind is not None and version == tensor._version:
+        if kind is not None and version == version_of(tensor):
             return int(kind)
         self._alive.append(tensor)
-        return self._kind((id(tensor), tensor._version))
+        return self._kind((id(tensor), version_of(tensor)))
 
     def _kind(self, key: Hashable) -> int:
         return self._kinds.setdefault(key, len(self._kinds))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
-from autopar._compat import tree_leaves, tree_map_only
+from autopar._compat import tree_leaves, tree_map_only, wrapper_like
 
 HARMLESS = 1
 """What rows that are not selected are overwritten with before a function reads them: for most functions it is far from
@@ -102,7 +102,7 @@ class SelectedRows(Tensor):
     @staticmethod
     def __new__(cls, rows: Tensor, selection: Selection, filler: int | None = None) -> SelectedRows:
         """Wraps rows; PyTorch's own code never sees more of them than a dtype and a device."""
-        made: SelectedRows = Tensor._make_wrapper_subclass(cls, (), dtype=rows.dtype, device=rows.device)
+        made: SelectedRows = wrapper_like(cls, rows)
         made.rows, made.selection, made.filler, made.is_aliased = rows, selection, filler, False
         return made
 
