@@ -337,6 +337,8 @@ class LayoutSearch:
                 splits[number] = (groups[0][1], groups[1][1])
             held = (first, groups[0][0], groups[-1][0], last)
             parts.update({run.units[i][0]: option for i, option in zip(run.held, held, strict=True)})
+        if "" in parts and any(option.level is None for option in parts.values()):
+            parts[""] = replace(parts[""], level=None)  # what a plan says of the root goes for whom it says nothing of
         return parts, tuple(splits)
 
 
