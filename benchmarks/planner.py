@@ -115,7 +115,8 @@ def plan_case(case: Case, description: str, num_budgets: int) -> list[dict[str, 
         compiler.mem_gb = budget / 2**30
         plan = compiler.plan(joint)
         assert plan.report is not None
-        named = [c for c in plan.report.candidates if c.strategy != "auto" and c.peak_bytes <= budget]
+        simulated = [c for c in plan.report.candidates if not c.is_bound]
+        named = [c for c in simulated if c.strategy != "auto" and c.peak_bytes <= budget]
         best = min(named, key=lambda c: c.step_time_s, default=None)
         rows.append({
             "budget_bytes": budget, "peak_bytes": plan.peak_bytes, "step_time_s": plan.step_time_s,
