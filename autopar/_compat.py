@@ -167,6 +167,22 @@ KnownOps = dict[Hashable, Any]
 _FAKE_KERNELS: dict[OpOverload, Callable[..., Any]] = {}
 
 
+@functools.cache
+def has_avx512() -> bool:
+    """Whether this machine's CPU computes on 512 bits at once."""
+    return bool(torch.cpu._is_avx512_supported())
+
+
+@functools.cache
+def onednn_computes(dtype: torch.dtype) -> bool:
+    """Whether PyTorch leaves convolutions of a dtype to oneDNN, on this machine's CPU."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    ops = torch.ops.mkldnn
+    narrow = {torch.bfloat16: ops._is_mkldnn_bf16_supported, torch.float16: ops._is_mkldnn_fp16_supported}
+    return dtype == torch.float32 or bool(dtype in narrow and narrow[dtype]())
+
+
 def fake_kernel(*ops: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """What the modes of `new_fake_mode` make of ops whose shapes PyTorch takes for a matter of values."""
 

@@ -20,6 +20,7 @@ from autopar.cost_model.folded import Copies
 from autopar.cost_model.optimizers import OptimizerLike, find_optimizer
 from autopar.cost_model.simulate import Simulation, simulate
 from autopar.cost_model.symbolic import symbolic_cost
+from autopar.cost_model.workspaces import machine_traits
 from autopar.errors import FoldError, InfeasibleBudgetError, InputError, MeshError
 from autopar.graph import JointGraph, Run, mark_held
 from autopar.infeasible import infeasible
@@ -173,7 +174,7 @@ class Compiler:
             return self.plan_within(joint, budget)
         planned_on = self._planned_on(joint)
         settings = (self.sizes, self.cluster, budget, self.strategy, self.optimizer, self.precision, self.accumulate)
-        key = request_key(planned_on, *settings, planned_on is joint)
+        key = request_key(planned_on, *settings, planned_on is joint, machine_traits(self.cluster.device.kind))
         fingerprint = planned_on.fingerprint()
         num_ranks = self.cluster.num_ranks
         kept = self.cache.find(

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._compat import OpOverload
+from autopar._compat import OpOverload, onednn_computes
+from autopar.cost_model.convolution_calls import channel_block
 from autopar.cost_model.convolutions import backward_workspace, forward_workspace
 from autopar.cost_model.layout import Layouts
 from autopar.cost_model.ops import op_name, tensor_bytes
@@ -22,8 +23,16 @@ from autopar.local_ops import HASHED_AT_ONCE
 
 def workspace_bytes(node: fx.Node, layouts: Layouts, device_kind: str) -> int:
     """Bytes that a node takes while it runs, on a device of the kind `cuda` or `cpu`."""
-    key = (device_kind, torch.get_num_threads() if device_kind == "cpu" else 0)
+    key = (device_kind, machine_traits(device_kind))
     return layouts.keep(node, key, lambda node: _workspace_bytes(node, layouts, device_kind))
+
+
+def machine_traits(device_kind: str) -> tuple[object, ...]:
+    """What workspaces depend on beside the call.  CPUs are taken to be like the one that plans: threads, and oneDNN's
+    blocks and dtypes."""
+    if device_kind != "cpu":
+        return ()
+    return torch.get_num_threads(), channel_block(), onednn_computes(torch.bfloat16), onednn_computes(torch.float16)
 
 
 def _workspace_bytes(node: fx.Node, layouts: Layouts, device_kind: str) -> int:
@@ -53,7 +62,7 @@ _WANT_DENSE = frozenset(
         *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
         *("native_batch_norm_backward", "_softmax", "_log_softmax", "_safe_softmax"),
         *("_softmax_backward_data", "_log_softmax_backward_data", "embedding", "embedding_dense_backward"),
-        *("convolution", "convolution_backward", "roll"),
+        "roll",
     )
 )
 """Copy operands that are not contiguous."""

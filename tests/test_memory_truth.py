@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar._compat import fake_process_group
+from autopar._compat import fake_process_group, has_avx512
 from benchmarks import memory
 from benchmarks.memory import LoneRank, measure
 from tests import tiny_models
@@ -73,8 +73,8 @@ def test_never_under_and_at_most_a_tenth_over(name: str, strategy: str) -> None:
     build, batch = MODELS[name]
     profile, measured = measure(WithLoss(build()), strategy, (RANKS,), dense(batch), {}, torch.optim.AdamW)
     assert measured.at_rest < measured.tensors <= measured.peak
-    # Whether an image of fewer than 16 channels is padded to 16 depends on the CPU: it is taken to be.
-    most = 1.6 if name == "narrow convolutions" else 1.1
+    # Whether an image of fewer than 16 channels is padded to 16 depends on the CPU with AVX-512: it is taken to be.
+    most = 1.6 if name == "narrow convolutions" and has_avx512() else 1.1
     assert measured.peak <= profile.peak.total <= most * measured.peak
     assert sum(live.num_bytes for live in profile.live_at_peak) == profile.peak.total
     if "convolutions" not in name:  # all but what convolutions take inside is exact
