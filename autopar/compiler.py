@@ -23,7 +23,7 @@ from autopar.cost_model.symbolic import symbolic_cost
 from autopar.cost_model.workspaces import machine_traits
 from autopar.errors import FoldError, InfeasibleBudgetError, InputError, MeshError
 from autopar.graph import JointGraph, Run, mark_held
-from autopar.infeasible import infeasible
+from autopar.infeasible import infeasible, more_frugal
 from autopar.layout_search import Price, Priced
 from autopar.named import Named
 from autopar.normalise import normalise
@@ -38,6 +38,7 @@ from autopar.precision import compute_dtype
 from autopar.program import LocalProgram
 from autopar.progress import Say, silent
 from autopar.randomness import replace_random_ops
+from autopar.regions import find_regions
 from autopar.search import AUTO, Search
 from autopar.signature import flatten_inputs
 from autopar.strategies import STRATEGIES
@@ -252,9 +253,22 @@ class Compiler:
             if self.strategy != AUTO:
                 return named.everything()
             if budget is None or search.is_small:
-                return [*named.everything(), *search.everything()]
-            simulated = named.within(budget, lambda: search.foothold_s(budget))
-            return [*simulated, *search.within(budget, simulated)]
+                found = [*named.everything(), *search.everything()]
+            else:
+                simulated = named.within(budget, lambda: search.foothold_s(budget))
+                found = [*simulated, *search.within(budget, simulated)]
+            return [*found, *self._more_frugal(joint, found, budget)]
+
+    def _more_frugal(self, joint: JointGraph, found: Sequence[Priced], budget: int | None) -> list[Priced]:
+        """Plans that need less than any that was found, if none of these is within the budget, or there is none."""
+        assert self._priced is not None
+        _, named, search = self._priced
+        least = min(p.simulation.memory.total for p in found)
+        if budget is not None and least <= budget:
+            return []
+        plans = more_frugal(found, named.everything(), find_regions(joint))
+        tried = [search.price(plan, splits) for plan, splits in plans]
+        return [p for p in tried if p.simulation.memory.total < least]
 
     def _searched(self, joint: JointGraph, price: Price) -> tuple[Named, Search]:
         """What is searched for the best plan of a graph."""

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from autopar.cost_model.memory import fixed_reserve
 from autopar.cost_model.simulate import Simulation
 from autopar.errors import InfeasibleBudgetError
 from autopar.layout_search import Priced
-from autopar.plan import MemoryParts
+from autopar.plan import RECOMPUTE_LEVELS, MemoryParts, Plan
+from autopar.search import AUTO
 from autopar.show import format_bytes
+from autopar.whole_plan import Split
 
 GIB = 2**30
 
 Reprice = Callable[[str], Simulation]
 """What the smallest plan needs with the optimizer of a name."""
+
+
+NUM_TURNED = 4
+"""Of the smallest plans, how many are tried with gradients reduced at the other time."""
+
+
+def more_frugal(
+    priced: Sequence[Priced], named: Sequence[Priced], regions: Sequence[str]
+) -> Iterator[tuple[Plan, tuple[Split, ...]]]:
+    """Plans that may need less than any that was simulated, which the search leaves out since little is gained by them
+    where something fits: the smallest with gradients reduced after the backward pass if they were as they arise, and
+    the reverse; the named strategies with all recomputed.
+
+    Args:
+        priced: every plan that was simulated.
+        named: those of the named strategies among them.
+        regions: all of the graph's.
+    """
+    for one in sorted(priced, key=lambda p: p.simulation.memory.total)[:NUM_TURNED]:
+        yield replace(one.plan, strategy=AUTO, delay_reduction=not one.plan.delay_reduction), one.splits
+    for one in named:
+        for level in RECOMPUTE_LEVELS:
+            yield replace(one.plan, strategy=AUTO, recompute=dict.fromkeys(regions, level)), one.splits
 
 
 def infeasible(

@@ -390,6 +390,32 @@ def test_the_budget_that_the_error_names_works_and_less_does_not(cluster: str) -
             compiler.plan(joint)
 
 
+@pytest.mark.parametrize("cluster", ["4 cpu", "2x2 cpu @ 100mbit"])
+@pytest.mark.parametrize(("width", "ffn", "rows"), [(24, 32, 32), (30, 32, 512)])
+def test_the_smallest_budget_is_not_above_any_named_strategy_with_any_recomputation(
+    width: int, ffn: int, rows: int, cluster: str
+) -> None:
+    """Nor above the smallest plans with gradients reduced at another time."""
+    with torch.device("meta"):
+        compiler, joint = planning(Stack(width, ffn, bias=False), (torch.empty(rows, width),), cluster, "4")
+    compiler.mem_gb = 1e-6
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        compiler.plan(joint)
+    pool = compiler.candidates(joint)
+    least = min(p.simulation.memory.total for p in pool)
+    assert caught.value.smallest_feasible_gb == feasible_gb(least)
+    assert plan_under(compiler, joint, least).peak_bytes == least
+    regions = find_regions(joint)
+    by_hand = [plan_named(name, joint, compiler.sizes, compiler.cluster.ranks_per_node) for name in STRATEGIES]
+    by_hand += [
+        replace(plan, recompute=dict.fromkeys(regions, level)) for plan in by_hand for level in RECOMPUTE_LEVELS
+    ]
+    smallest = sorted(pool, key=lambda p: p.simulation.memory.total)[:2]
+    by_hand += [replace(p.plan, delay_reduction=delay) for p in smallest for delay in (False, True)]
+    for plan in by_hand:
+        assert least <= compiler.simulation(joint, plan).memory.total, plan.strategy
+
+
 def test_the_error_says_what_fills_the_memory_and_what_would_help_with_numbers() -> None:
     compiler, joint = gpt("4 cpu")
     compiler.mem_gb = 0.001
