@@ -14,7 +14,7 @@ from autopar._compat import allocator_events, has_avx512, tree_leaves
 from autopar.cost_model import convolution_calls
 from autopar.cost_model.allocations import AllocationTracker
 from autopar.cost_model.layout import Layouts
-from autopar.cost_model.workspaces import workspace_bytes
+from autopar.cost_model.workspaces import machine_traits, workspace_bytes
 
 aten = torch.ops.aten
 
@@ -184,3 +184,10 @@ def test_what_an_op_takes_inside(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     if "channels last" not in name:  # where blocks are not of all of the channels
         monkeypatch.setattr(convolution_calls, "has_avx512", lambda: True)
         assert measured <= workspace_bytes(call, layouts, "cpu")  # wider blocks do not take less
+
+
+def test_workspaces_depend_on_the_machine_for_cpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine_traits("cuda") == ()
+    here = machine_traits("cpu")
+    monkeypatch.setattr(convolution_calls, "has_avx512", lambda: not has_avx512())
+    assert machine_traits("cpu") != here  # so a kept plan is not taken for another kind of CPU
