@@ -56,7 +56,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.graph import _FindNodesLookupTable, _illegal_char_regex, _illegal_names, _snake_case
+from torch.fx.node import has_side_effect
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
     TreeSpec,
@@ -97,6 +99,7 @@ __all__ = [
     "allocator_events",
     "around_calls",
     "as_captured",
+    "as_outside_of_ops",
     "autograd_nodes",
     "below_autograd",
     "broadcast_coalesced",
@@ -110,6 +113,7 @@ __all__ = [
     "fake_process_group",
     "forget_meshes",
     "fsdp_memory_peaks",
+    "function_modes",
     "give_default_timeout",
     "grouped_mm",
     "has_effects",
@@ -123,7 +127,9 @@ __all__ = [
     "load_tracer",
     "map_nodes",
     "meta_of",
+    "never_drop",
     "new_fake_mode",
+    "not_captured",
     "registered_decomposition",
     "save_state_dict",
     "sequence_number",
@@ -467,6 +473,35 @@ def as_captured(mode: FakeTensorMode) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def not_captured() -> Iterator[None]:
+    """Inside `as_captured`, a context in which a model's code takes the ways that it takes when it is run."""
+    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The modes that see functions of PyTorch's as they are called here, outermost first."""
+    return tuple(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def as_outside_of_ops() -> Iterator[None]:
+    """A context inside of an op's kernel in which ops work as outside of one: autograd records them, and a tensor that
+    is changed in place counts that."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for name, key in torch._C.DispatchKey.__members__.items():
+        if name.startswith("Autograd") or name == "ADInplaceOrView":
+            exclude = exclude.remove(key)
+    include = include.add(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        yield
+
+
+@contextlib.contextmanager
 def _corrected() -> Iterator[None]:
     """Take ops apart by `CORRECTIONS` where PyTorch's own way of taking them apart gives other numbers than they do, or
     reads values."""
@@ -572,6 +607,11 @@ def is_only_acting(function: object, harmless: Collection[OpOverload]) -> bool:
     if not isinstance(function, OpOverload) or function in harmless or function.namespace == "profiler":
         return False
     return has_effects(function) and not function._schema.is_mutable
+
+
+def never_drop(op: OpOverload) -> None:
+    """Let graphs keep calls of an op whose results nobody reads."""
+    has_side_effect(op)
 
 
 def has_backward_hooks(model: nn.Module) -> bool:

@@ -32,7 +32,7 @@ from autopar.plan import Plan
 from autopar.plan_cache import PlanCache, check_kept, request_key
 from autopar.plan_cost import PlanCost, SymbolicCost
 from autopar.plan_file import check_plan_matches
-from autopar.plan_report import plan_report, replicated_ops
+from autopar.plan_report import plan_report, replicated_ops, whole_modules
 from autopar.planner import plan_named
 from autopar.precision import compute_dtype
 from autopar.program import LocalProgram
@@ -133,6 +133,7 @@ class Compiler:
             self._warn_checkpointing()
             with _collector_paused():
                 self._traced = (key, self._trace(args, kwargs, train, self.cluster.num_ranks if local else 1))
+            self._warn_whole(self._traced[1])
         return self.unfolded(self._traced[1]) if whole else self._traced[1]
 
     def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, num_ranks: int) -> JointGraph:
@@ -140,7 +141,7 @@ class Compiler:
             with self.around_trace():
                 joint = trace(
                     self.model, args, kwargs, num_ranks=num_ranks, batch_dims=self.batch_dims, train=train,
-                    dtype=compute_dtype(self.precision), fold=fold,
+                    dtype=compute_dtype(self.precision), fold=fold, opaque=True,
                 )  # fmt: skip
             joint = replace_random_ops(normalise(joint))
             mark_held(joint)
@@ -356,6 +357,7 @@ class Compiler:
         report = replace(
             plan_report(seen.joint, seen.program, seen.priced, [seen.priced, *others], left_out, budget),
             cluster=str(self.cluster),
+            whole_modules=whole_modules(seen.origin),
             precision=self.precision or "",
             accumulate=self.accumulate,
             mesh_sizes=self.sizes,
@@ -399,6 +401,18 @@ class Compiler:
             warnings.warn(
                 f"no sharding rule for {ops}: they run whole on every rank. Results are right, but "
                 "their inputs are gathered; teach autopar with autopar.register_sharding_rule",
+                stacklevel=3,
+            )
+
+    def _warn_whole(self, joint: JointGraph) -> None:
+        new = [words for words in whole_modules(joint) if words not in self._warned]
+        if new:
+            self._warned.update(new)
+            warnings.warn(
+                f"what these modules do depends on values of tensors: {'; '.join(new)}. Each runs whole on every rank,"
+                " on the batch of all ranks, with all of its parameters gathered. Results are right; to have its work"
+                " divided, write it without reading values (sorted tokens and grouped products, or every expert on"
+                " every token with weights of 0), or take a variant of the library's that does not",
                 stacklevel=3,
             )
 

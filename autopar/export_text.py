@@ -20,6 +20,7 @@ from autopar.export_constants import Constants
 from autopar.export_step import VALUE, step_text
 from autopar.graph import GraphInput, GraphOutput, InputKind, describe_value
 from autopar.mesh import Mesh
+from autopar.opaque import OPAQUE_OPS
 from autopar.placement import Sharding, describe_sharding, is_sharded, shard_dim
 from autopar.plan import Plan
 from autopar.program import COLLECTIVE_KINDS, LocalGraph, LocalProgram, collective_axis
@@ -196,6 +197,9 @@ class _Writer:
             size = f"{node.meta['bytes']:,} bytes" if "bytes" in node.meta else "bytes not known"
             moved = f"{COLLECTIVE_KINDS[node.target]} along {axis} over {self.mesh.size(axis)} ranks, {size}"
             return (module, describe_value(node.meta.get("val")), moved)
+        if node.target in OPAQUE_OPS:
+            path = str(node.args[-1]).partition("#")[0]
+            return (module, describe_value(node.meta.get("val")), f"runs whole on every rank: Python of module {path}")
         sharding = node.meta.get("sharding")
         if sharding is None and node.meta.get("layout"):
             return (module, describe_value(node.meta.get("val")), "layout step")
@@ -260,6 +264,8 @@ def _header(program: LocalProgram, plan: Plan) -> str:
     if mesh.num_ranks > 1:
         launch = f"torchrun --nproc-per-node {mesh.num_ranks}"
     total = sum(c.num_bytes for c in program.collectives())
+    targets = {node.target for graph in program.graphs for node in graph.module.graph.nodes}
+    opaque = "" if targets.isdisjoint(OPAQUE_OPS) else " in the process that compiled the model, whose modules it calls"
     lines = [
         f"Written by autopar: the program of one rank under {plan.strategy} on mesh {mesh}.",
         "",
@@ -268,7 +274,7 @@ def _header(program: LocalProgram, plan: Plan) -> str:
         "local shape ← global shape, and how the tensor lies over the mesh axes; a collective's says its axis and the",
         f"bytes of the whole tensor.  One step has {len(program.collectives())} collectives of {total:,} bytes.",
         "",
-        f"Run one step on random inputs:  {launch} program.py",
+        f"Run one step on random inputs:  {launch} program.py{opaque}",
     ]
     return "\n".join(f"# {comment_text(line)}".rstrip() for line in lines)
 

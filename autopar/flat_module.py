@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -24,7 +24,8 @@ class FlatModule(nn.Module):
     """The model as a function from its parameters, buffers and input tensors to its output tensors.
 
     The model's tensors are plain inputs, each once however many names it has.  Parameters are cast to
-    the dtypes in which they are used, so that from here on mixed precision is nothing but casts in the graph.
+    the dtypes in which they are used, so that from here on mixed precision is nothing but casts in the graph.  Modules
+    in `forwards` run what is there in the place of their own.
     """
 
     def __init__(
@@ -33,13 +34,16 @@ class FlatModule(nn.Module):
         state: ModelState,
         signature: CallSignature,
         used: Mapping[int, torch.dtype],
+        forwards: Mapping[nn.Module, Callable[..., Any]],
         follows_masks: bool = True,
     ) -> None:
         super().__init__()
         self.follows_masks = follows_masks
         # Not a submodule, so that AOTAutograd does not lift the parameters itself.
         self.call = model.__call__
-        self.averaging = [module for module in model.modules() if averages_batches(module)]
+        averaging = [module for module in model.modules() if averages_batches(module)]
+        held = {module: forward for module, forward in forwards.items() if id(module) in state.paths}
+        self.forwards = {**held, **{module: partial(averaging_forward, module) for module in averaging}}
         self.state = state
         self.signature = signature
         self.dtypes = {name: used[id(p)] for name, p in state.parameters.items() if id(p) in used}
@@ -78,8 +82,8 @@ class FlatModule(nn.Module):
         # What an earlier call left on the modules must not reach this one.
         self.state.restore()
         self.state.put(held)
-        for module in self.averaging:
-            vars(module)["forward"] = partial(averaging_forward, module)
+        for module, forward in self.forwards.items():
+            vars(module)["forward"] = forward
         self.output_tree, outputs = flatten_output(self.called(args, kwargs))
         refuse_selected(outputs)
         if not outputs:

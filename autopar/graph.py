@@ -190,12 +190,24 @@ def graph_lines(graph: fx.Graph) -> Iterator[str]:
     index = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         args = fx.map_arg((node.args, node.kwargs), lambda n: _Ref(index[n]))
+        if any(isinstance(argument, ProcessName) for argument in node.args):
+            args = tuple(a.shared if isinstance(a, ProcessName) else a for a in args[0]), args[1]
         yield f"{node.op} {_target_text(node.target)} {args!r} {describe_value(node.meta.get('val'))}"
 
 
 def _target_text(target: object) -> str:
     """A call's target without the address that a plain function's text holds."""
     return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
+
+
+class ProcessName(str):
+    """A name that means something in this process only.
+
+    Attributes:
+        shared: what stands for it where processes compare their graphs, or a later one looks for a graph of an earlier.
+    """
+
+    shared: str
 
 
 class _Ref(str):

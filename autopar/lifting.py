@@ -15,8 +15,10 @@ from torch import fx, nn
 
 from autopar._compat import QuickGraph, tree_leaves, tree_map
 from autopar.graph import JointGraph
+from autopar.opaque import OpaqueName
 from autopar.placement import meta_value
 from autopar.program import LocalGraph, LocalProgram
+from autopar.single_device import Float64Throughout
 
 aten = torch.ops.aten
 
@@ -83,6 +85,8 @@ def _cast_after(graph: fx.Graph, node: fx.Node, lifted: Any) -> None:
 
 
 def _lift_argument(argument: Any) -> Any:
+    if isinstance(argument, OpaqueName):
+        return argument.call.lifted(Float64Throughout(), lambda dtype: _LIFTED.get(dtype, dtype))
     if isinstance(argument, torch.dtype):
         return _LIFTED.get(argument, argument)
     return torch.device("cpu") if isinstance(argument, torch.device) else argument

@@ -265,6 +265,8 @@ class PlanReport:
     """Ops that have no sharding rule and so run whole on every rank: name -> number of nodes."""
     by_group: tuple[str, ...] = ()
     """Axes along which ranks have the rows of their own groups (experts), whose number only the step knows."""
+    whole_modules: tuple[str, ...] = ()
+    """Modules that run whole on every rank because they read values of tensors, and where they do, in words."""
     precision: str = ""
     """What the model computes in, if that was asked for; empty if it computes as its tensors' dtypes give."""
     accumulate: int = 1

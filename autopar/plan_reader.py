@@ -27,7 +27,7 @@ from autopar.plan import (
 )
 from autopar.precision import PRECISIONS
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MAX_FILE_BYTES = 64 * 2**20
 """Longer texts are refused unread: a plan has a few hundred bytes a parameter."""
 INFINITE = "infinite"
@@ -277,7 +277,7 @@ _RECORDS: dict[Any, dict[str, Reader[Any]]] = {
         "exposed_s": _seconds, "memory": _record_of(MemoryParts), "rows": _tuple_of(_record_of(ModuleRow)),
         "candidates": _tuple_of(_record_of(Candidate)), "collective_bytes": _mapping_of(_count),
         "num_searched": _count, "bound_s": _seconds, "replicated_ops": _mapping_of(_count),
-        "by_group": _tuple_of(_name), "precision": _precision, "accumulate": _count,
+        "by_group": _tuple_of(_name), "whole_modules": _tuple_of(_words), "precision": _precision, "accumulate": _count,
         "mesh_sizes": _tuple_of(_count),
     },
 }  # fmt: skip

@@ -15,6 +15,7 @@ from autopar.factors import analyse
 from autopar.graph import JointGraph
 from autopar.layout_search import Priced
 from autopar.named import LeftOut
+from autopar.opaque import OPAQUE_OPS, find_call
 from autopar.placement import ByGroup
 from autopar.plan import Candidate, ModuleCost, PlanReport
 from autopar.program import LocalProgram
@@ -81,8 +82,40 @@ def replicated_ops(joint: JointGraph, standing: StandIns) -> dict[str, int]:
     copies = Copies.of(standing)
     found: Counter[str] = Counter()
     for node in analyse(joint).replicated:
-        found[str(node.target)] += copies.number(node.meta["module"])
+        if node.target not in OPAQUE_OPS:
+            found[str(node.target)] += copies.number(node.meta["module"])
     return dict(found)
+
+
+def whole_modules(joint: JointGraph) -> tuple[str, ...]:
+    """In words, the modules of the whole model that run whole on every rank since they read values, by the lines where
+    they do."""
+    sizes = {path: node.meta["val"].numel() for path, node in joint.param_nodes().items()}
+    names = [*((path, path) for path in sizes), *joint.tied.items()]
+    paths: dict[str, dict[str, None]] = {}
+    for node in joint.module.graph.find_nodes(op="call_function", target=OPAQUE_OPS[0]):
+        place = find_call(node.args[-1]).place
+        paths.setdefault(place, {}).update(dict.fromkeys(_everywhere(node.meta["module"], joint)))
+    texts = []
+    for place, found in paths.items():
+        prefixes = tuple(f"{path}." for path in found)
+        held = {first for name, first in names if first in sizes and name.startswith(prefixes)}
+        total = sum(size * len(_everywhere(path, joint)) for path, size in sizes.items())
+        share = sum(sizes[path] * len(_everywhere(path, joint)) for path in held) / max(1, total)
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        texts.append(f"{next(iter(found))}{more}, with {share:.0%} of the parameters, for {place}")
+    return tuple(texts)
+
+
+def _everywhere(path: str, joint: JointGraph) -> list[str]:
+    """The path, and of what lies in the first inner unit of a folded run its counterparts in the units left out."""
+    found = [path]
+    for run in joint.runs:
+        for place, block in enumerate(run.units[run.held[1]]):
+            if path == block or path.startswith(f"{block}."):
+                left_out = [unit for index, unit in enumerate(run.units) if index not in run.held]
+                found += [unit[place] + path[len(block) :] for unit in left_out]
+    return found
 
 
 def _candidate(priced: Priced, best: Priced, budget: int) -> Candidate:

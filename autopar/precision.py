@@ -60,20 +60,22 @@ def cast_inputs(model: nn.Module, used: Mapping[int, torch.dtype]) -> Iterator[N
         for module in model.modules() if used else ():
             dtypes = {used[id(p)] for p in _floating(module._parameters)}
             if len(dtypes) == 1:
-                hooks.append(module.register_forward_pre_hook(_InputCast(*dtypes), with_kwargs=True))
+                hooks.append(module.register_forward_pre_hook(InputCast(*dtypes), with_kwargs=True))
         yield
     finally:
         for hook in hooks:
             hook.remove()
 
 
-class _InputCast:
+class InputCast:
     """A hook that casts what a module is called with."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments, cast."""
+
         def cast(leaf: Any) -> Any:
             return leaf.to(self.dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 

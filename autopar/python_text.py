@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopar.errors import InputError
+from autopar.graph import ProcessName
 
 
 def comment_text(text: str) -> str:
@@ -42,7 +43,8 @@ def literal(value: Any) -> str:
         return "..."
     if value is None or type(value) in (bool, int, float, Name):
         return repr(value)
-    if type(value) is str:
+    if type(value) is str or isinstance(value, ProcessName):
+        value = str(value)
         text = repr(value)  # which takes single quotes unless they are in the text
         return f'"{text[1:-1]}"' if text[0] == "'" and '"' not in text else text
     raise InputError(

@@ -37,6 +37,8 @@ def render_plan(plan: Plan, width: int = 120) -> str:
             parts.append(Group("Candidates", _candidate_table(report.candidates)))
         if report.replicated_ops:
             parts.append(_replicated_note(report.replicated_ops))
+        if report.whole_modules:
+            parts.append(_whole_note(report.whole_modules))
         if report.by_group:
             parts.append(_by_group_note(report.by_group))
     return as_text(parts, width)
@@ -287,6 +289,14 @@ def _candidate_table(candidates: Sequence[Candidate]) -> Table:
 def _replicated_note(replicated_ops: Mapping[str, int]) -> str:
     ops = ", ".join(f"{name} ×{count}" for name, count in sorted(replicated_ops.items()))
     return f"No sharding rule, so these run whole on every rank: {ops}"
+
+
+def _whole_note(modules: Sequence[str]) -> str:
+    each = "\n".join(f"  {words}" for words in modules)
+    return (
+        "Decided by values of tensors, so these modules run whole on every rank, on the batch of all ranks; their time"
+        f" and memory are estimates:\n{each}"
+    )
 
 
 def _by_group_note(axes: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from autopar.graph import JointGraph
 from autopar.graph_writer import GraphWriter, UnwritableError
 from autopar.known_values import ActingError, KnownValues
 from autopar.model_state import ModelState
+from autopar.opaque_trace import OpaqueModules, hold_calls
 from autopar.ownership import annotate_modules
 from autopar.precision import cast_inputs, used_dtypes
 from autopar.records import KnownResults, Record, record_call
@@ -56,6 +57,7 @@ def trace(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     fold: bool = False,
+    opaque: bool = False,
 ) -> JointGraph:
     """Trace `model(*args, **kwargs)` for the batch of all ranks together.
 
@@ -79,6 +81,8 @@ def trace(
             default what the dtypes of its tensors give.
         fold: of each run of alike blocks trace four only (see `JointGraph.runs` and `autopar.unfold`), where that gives
             the same program.
+        opaque: make modules that read values of tensors one op each, which runs whole on every rank (see
+            `autopar.opaque_trace`), rather than refuse the model.
 
     Returns:
         The graph.  It takes every tensor contiguous.  Its `output_tree` is an `OutputTree`.
@@ -100,7 +104,14 @@ def trace(
     with annotate_modules(model), cast_inputs(model, used):
         whole = ModelState(model)
         call = _Call(model, signature, used, tensors, shapes, _target_device(whole, device), train, dims, dtype)
-        joint = (fold and call.folded(whole)) or call.joint(whole)
+        try:
+            joint = call.whole_joint(whole, fold)
+        except TraceError as error:
+            if not opaque or error.__cause__ is None or value_read(error.__cause__) is None:
+                raise
+            call.find_opaque(whole, error)
+            joint = call.whole_joint(whole, fold)
+            hold_calls(joint.module.graph)
         call.check_side_effects(whole)
         return joint
 
@@ -120,9 +131,43 @@ class _Call:
     dtype: torch.dtype | None
     known: KnownOps = field(default_factory=dict)
     follows_masks: bool = True
+    opaque: OpaqueModules | None = None
+
+    def whole_joint(self, state: ModelState, fold: bool) -> JointGraph:
+        """The graph of the model, folded if that is wanted and can be."""
+        return (fold and self.folded(state)) or self.joint(state)
+
+    def find_opaque(self, state: ModelState, error: TraceError) -> None:
+        """Find the modules that read values and can be one op each, from now on.
+
+        Raises:
+            TraceError: if there are none, or the model itself would have to be one: `error`, and why.
+        """
+        mode = new_fake_mode(False, self.known)
+        inputs = self._fakes(state, mode)
+        self.follows_masks = False  # a module that is called whole cannot be given selected rows
+        self.opaque = OpaqueModules(self.model, bool(self.used))
+
+        def run() -> None:
+            try:
+                with self._grad_mode(), as_captured(mode), mode, KnownValues():
+                    self._flat(state).run(*inputs)
+            finally:
+                state.restore()
+
+        try:
+            self.opaque.search(run)
+        except AutoparError:
+            raise
+        except Exception as found:  # noqa: BLE001  (what `error` says, of the model itself)
+            _LOGGER.debug("no module smaller than the model: %s", found)
+            raise TraceError(f"{error}. {self.opaque.why_not()}") from error.__cause__
+        if not self.opaque.places:
+            raise error
 
     def _flat(self, state: ModelState) -> FlatModule:
-        return FlatModule(self.model, state, self.signature, self.used, self.follows_masks)
+        forwards = {} if self.opaque is None else self.opaque.forwards()
+        return FlatModule(self.model, state, self.signature, self.used, forwards, self.follows_masks)
 
     def joint(self, state: ModelState) -> JointGraph:
         """The graph of the model as it is now, whose state is `state`."""
@@ -278,10 +323,13 @@ class _Call:
         flat = self._flat(state)
         inputs = self._fakes(state, known.mode)
         args, kwargs = self.signature.rebuild(inputs[len(state.tensors) :])
+        grad_mode = torch.no_grad() if self.opaque is None else self._grad_mode()  # which tells its calls apart
         try:
-            with as_captured(known.mode), known.mode, torch.no_grad(), KnownValues():
+            with as_captured(known.mode), known.mode, grad_mode, KnownValues():
                 flat.run(*inputs)
                 before = dict(state.left)
+                if self.opaque is not None:
+                    self.opaque.called_again = True
                 flat.called(args, kwargs)
                 after = state.changes()
         except Exception as error:  # noqa: BLE001  (the model's own, which a first call does not meet)

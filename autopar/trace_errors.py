@@ -79,12 +79,23 @@ def _place(error: BaseException, paths: Mapping[int, str]) -> tuple[str, bool]:
     frames = list(_frames(error))
     active = [paths[id(f.f_locals.get("self"))] for f, _ in frames if id(f.f_locals.get("self")) in paths]
     module = f"module {active[-1]}" if active and active[-1] else "the root module"
+    line = _line(frames)
+    return (f"{module}, {line}" if line else module), "site-packages" in line.partition(" (`")[0]
+
+
+def read_place(error: Exception) -> str:
+    """The source line, outside of PyTorch, that an exception came from; an installed file by its place there."""
+    return _line(list(_frames(error))).rpartition("site-packages/")[2] or "a line that is not known"
+
+
+def _line(frames: Sequence[tuple[FrameType, int]]) -> str:
+    """The innermost line of code that is not PyTorch's, autopar's or Python's own; empty if there is none."""
     places = [(f.f_code.co_filename, number) for f, number in frames if not _is_library(f.f_code.co_filename)]
     if not places:
-        return module, False
+        return ""
     name, number = places[-1]
     code = linecache.getline(name, number).strip()
-    return f"{module}, {name}:{number}" + (f" (`{code}`)" if code else ""), "site-packages" in name
+    return f"{name}:{number}" + (f" (`{code}`)" if code else "")
 
 
 def reads_itself(error: BaseException) -> bool:

@@ -48,7 +48,7 @@ def measure(entry: Any, strategies: list[str], mesh: str, batch: int) -> dict[st
     args, kwargs = entry.make_batch(batch, 0)
     start = time.perf_counter()
     try:
-        joint = trace(WithLoss(model, entry.loss_fn), args, kwargs)
+        joint = trace(WithLoss(model, entry.loss_fn), args, kwargs, opaque=True)
         row["trace_s"] = _seconds_since(start)
         start = time.perf_counter()
         joint = replace_random_ops(normalise(joint))

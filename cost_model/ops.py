@@ -19,6 +19,7 @@ from autopar.cluster import Device
 from autopar.cost_model.efficiency import attention_blocks, attention_time, matmul_time
 from autopar.cost_model.layout import Layouts, is_view
 from autopar.local_ops import drop_padding, mask_padding, pad_dim, take_chunk
+from autopar.opaque import find_call
 from autopar.program import COLLECTIVE_KINDS
 
 
@@ -299,6 +300,15 @@ def _grouped_shape(node: fx.Node) -> tuple[int, int, int, int, int]:
     return groups, -(-m // groups), n, k, left.element_size()
 
 
+def _opaque(node: fx.Node, dims: Dims) -> Terms:
+    """Of a module that runs whole; how many rows it selects is assumed."""
+    return [(find_call(str(node.args[-1])).forward.flops, ())]
+
+
+def _opaque_backward(node: fx.Node, dims: Dims) -> Terms:
+    return [(find_call(str(node.args[-1])).backward.flops, ())]
+
+
 def _convolution(node: fx.Node, dims: Dims) -> Terms:
     """Each position of the output (of the input, when transposed) meets one filter of `weight[0]`'s size."""
     positions = dims(_operand(node, 0)) if node.args[6] else dims(node)
@@ -357,6 +367,8 @@ _CONTRACTIONS = {
 _FLOPS: dict[str, Callable[[fx.Node, Dims], Terms]] = {
     **{name: _contraction(left) for name, left in _CONTRACTIONS.items()},
     "autopar::grouped_mm": _grouped_product,
+    "autopar::run_opaque": _opaque,
+    "autopar::run_opaque_backward": _opaque_backward,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     **dict.fromkeys(_ATTENTION_FORWARD, _attention),

@@ -19,6 +19,7 @@ from autopar.cost_model.convolutions import backward_workspace, forward_workspac
 from autopar.cost_model.layout import Layouts
 from autopar.cost_model.ops import op_name, tensor_bytes
 from autopar.local_ops import HASHED_AT_ONCE
+from autopar.opaque import find_call
 
 
 def workspace_bytes(node: fx.Node, layouts: Layouts, device_kind: str) -> int:
@@ -179,6 +180,15 @@ def _safe_softmax(result: Any, args: list[Any]) -> int:
     return int(scores.numel() + scores.numel() // max(1, scores.shape[-1]) + _NUMBER_BYTES)
 
 
+def _opaque(result: Any, args: list[Any]) -> int:
+    """What a module takes that runs whole, with as many rows selected as there are."""
+    return find_call(args[-1]).forward.num_bytes
+
+
+def _opaque_backward(result: Any, args: list[Any]) -> int:
+    return find_call(args[-1]).backward.num_bytes
+
+
 _FUSED_BACKWARD = tuple(
     f"aten::_scaled_dot_product_{variant}_backward"
     for variant in ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable")
@@ -186,6 +196,8 @@ _FUSED_BACKWARD = tuple(
 
 _RULES: dict[str, _Rule] = {
     "autopar::uniform": _uniform,
+    "autopar::run_opaque": _opaque,
+    "autopar::run_opaque_backward": _opaque_backward,
     **dict.fromkeys(("autopar::take_rows", "autopar::put_rows"), _moved_rows),
     "aten::roll": _roll,
     "aten::_safe_softmax": _safe_softmax,

@@ -14,6 +14,7 @@ from autopar.passes.decide import assign
 from autopar.passes.localise import localise
 from autopar.passes.lower import lower_reshards
 from autopar.passes.merge_blocks import merge_blocks
+from autopar.passes.own_parts import own_parts
 from autopar.passes.partition import partition
 from autopar.passes.propagate import Assignment
 from autopar.passes.regather import regather
@@ -75,6 +76,7 @@ def _lowering(joint: JointGraph, plan: Plan) -> _Passes:
         ("regather", lambda m: regather(m, joint.inputs, plan)),
         ("localise", lambda m: localise(m, plan.mesh)),
         ("lower_reshards", lambda m: lower_reshards(m, plan.mesh)),
+        ("own_parts", own_parts),
         ("drop_dead", _drop_dead),
         ("coalesce", coalesce),
     ]

@@ -110,7 +110,7 @@ def edited(path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("schema_version", 2, r"has schema_version 2, but this autopar reads 4: make the plan again"),
+        ("schema_version", 2, r"has schema_version 2, but this autopar reads 5: make the plan again"),
         ("schema_version", ..., r"has schema_version nothing"),
         ("schema_version", True, r"has schema_version True"),
         ("strategy", ..., r"the root of the plan file lacks key 'strategy'"),
