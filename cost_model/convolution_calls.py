@@ -10,7 +10,7 @@ import torch
 
 from autopar._compat import has_avx512, onednn_computes
 
-_NARROW_BLOCK, _WIDE_BLOCK = 8, 16
+_NARROW_BLOCK, WIDE_BLOCK = 8, 16
 
 _PLAIN_CHANNELS = 3
 """An image of so many channels is read as it is."""
@@ -29,7 +29,7 @@ _MANY_IMAGES = 16
 
 def channel_block() -> int:
     """Channels in a block of oneDNN's formats, on this machine."""
-    return _WIDE_BLOCK if has_avx512() else _NARROW_BLOCK
+    return WIDE_BLOCK if has_avx512() else _NARROW_BLOCK
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Convolution:
             return 0
         stride = self.stride
         seen = len(self.image) * (math.prod(stride) if len(stride) > 1 else stride[0] ** (self.image.dim() - 2))
-        return (self.image_in_blocks() // max(1, seen) + _WIDE_BLOCK**2) * torch.get_num_threads()
+        return (self.image_in_blocks() // max(1, seen) + WIDE_BLOCK**2) * torch.get_num_threads()
 
     def products(self) -> int:
         """Per thread, the list of products that a channels-last kernel is given."""

@@ -8,7 +8,8 @@ of them it takes depends on the call and on the CPU's instructions:
 * *unfolded*: a product with what the filters see of one image.
 
 So what is returned is an upper bound: the most that any kernel needs which the call may get on a CPU like the one that
-plans.  The rules were read off the allocator with PyTorch 2.13, with AVX2 and before that with AVX-512.
+plans.  The rules were read off the allocator with PyTorch 2.13 on a CPU with AVX2.  With AVX-512, for which they follow
+oneDNN's source alone, they never give less than coarser rules that were read off there (`wide_convolutions`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 import torch
 
-from autopar.cost_model.convolution_calls import Convolution, channel_block, in_blocks, in_pages, num_bytes
+from autopar.cost_model import wide_convolutions
+from autopar.cost_model.convolution_calls import WIDE_BLOCK, Convolution, channel_block, in_blocks, in_pages, num_bytes
 
 _WIDEST_FILTER, _WIDEST_GROUPED_FILTER = 14, 3
 """The gradients of wider filters are products with an unfolded image."""
@@ -45,6 +47,8 @@ def forward_workspace(result: Any, args: list[Any]) -> int:
         need = _own_forward(call)
     else:
         need = max(_forward_kernels(call))
+        if channel_block() == WIDE_BLOCK:
+            need = max(need, wide_convolutions.forward_workspace(result, args))
     return call.copies() + need
 
 
@@ -65,6 +69,8 @@ def backward_workspace(result: Any, args: list[Any]) -> int:
     if mask[1]:
         sums = _thread_sums(bias) if mask[2] else 0
         needs.append(max(_filter_gradient_kernels(call)) + bias + sums)
+    if channel_block() == WIDE_BLOCK:
+        needs.append(wide_convolutions.backward_workspace(result, args))
     return call.copies() + max(needs)
 
 
