@@ -14,7 +14,6 @@ import autopar.selected_layers
 import autopar.selected_reductions
 import autopar.selected_views  # noqa: F401  (all say what functions make of selected rows)
 from autopar._compat import tree_flatten, version_of
-from autopar.selected_places import places_of, put
 from autopar.selected_rows import (
     HARMLESS,
     SelectedRows,
@@ -49,8 +48,6 @@ class SelectsRows(TorchFunctionMode):
             result: Any = self._select(func, *args)
             if result is not None:
                 return self._noted(func, args, kwargs, result) if result.dtype in _DISCRETE else result
-        if func in _PLACES and len(args) == 1 and _is_mask(args[0]) and not in_custom_function():
-            return self._places(func, args[0], kwargs.get("as_tuple", func is torch.where))
         result = follow(func, args, kwargs) if SelectedRows in types else func(*args, **kwargs)
         if isinstance(result, Tensor) and getattr(func, "__name__", "") in _REPEATABLE and result.dtype in _DISCRETE:
             return self._noted(func, args, kwargs, result)
@@ -87,16 +84,6 @@ class SelectsRows(TorchFunctionMode):
         found: SelectedRows = follow(torch.Tensor.__getitem__, (selected, (slice(None), *rest)), {})
         return found
 
-    def _places(self, func: Any, mask: Tensor, as_tuple: bool) -> Any:
-        """`torch.where(mask)`, or the positions beside each other."""
-        shape = tuple(mask.shape)
-        found = places_of(self._selection(mask, shape), shape)
-        if as_tuple:
-            return found
-        if len(found) == 1:
-            return found[0].like(found[0].rows.unsqueeze(1))
-        return SelectedRows(torch.stack([one.rows for one in found], 1), found[0].selection)
-
     def _selection(self, mask: Tensor, shape: tuple[int, ...]) -> Selection:
         """What selects the elements of a tensor of this shape where the mask holds."""
         key = (self._number(mask), shape)
@@ -107,9 +94,6 @@ class SelectsRows(TorchFunctionMode):
 
     def _write(self, x: Tensor, index: Any, value: Any) -> bool:
         """`x[mask] = value`, of rows that the same mask selects or of what all of them get; whether it was that."""
-        if isinstance(index, SelectedRows) and isinstance(value, SelectedRows) and not isinstance(x, SelectedRows):
-            put(x, index, value)
-            return True
         if isinstance(x, SelectedRows) or not _is_mask(index) or index.shape != x.shape[: index.ndim]:
             return False
         shape, inner = tuple(index.shape), x.shape[index.ndim :]
@@ -156,7 +140,6 @@ class SelectsRows(TorchFunctionMode):
 
 
 _SELECTIONS = {torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select}
-_PLACES = {torch.where, torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere}
 _DISCRETE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _REPEATABLE = {
     "__and__", "__eq__", "__ge__", "__getitem__", "__gt__", "__invert__", "__le__", "__lt__", "__ne__", "__or__",

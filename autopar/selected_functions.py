@@ -157,7 +157,7 @@ def _written(call: RowCall, functional: RowCall) -> SelectedRows:
     made = pointwise(functional)
     if made.rows.shape != rows.rows.shape:
         raise UnfollowedError
-    rows.rows, rows.filler, rows.place = made.rows.to(rows.dtype), None, None
+    rows.rows, rows.filler = made.rows.to(rows.dtype), None
     return rows
 
 

@@ -74,14 +74,6 @@ class Selection:
         return self._made[key][0]
 
 
-@dataclass(frozen=True)
-class Place:
-    """What positions are of: dim `dim` of a mask of this shape."""
-
-    shape: tuple[int, ...]
-    dim: int
-
-
 class SelectedRows(Tensor):
     """Selected rows: a tensor of which every row is there, and only those that count have a meaning.
 
@@ -90,14 +82,12 @@ class SelectedRows(Tensor):
         selection: those that count.
         filler: the number that all others hold; None if they hold anything.
         is_aliased: others may have their memory, so that they do not change in place.
-        place: what they are where they are positions at which a mask holds.
     """
 
     rows: Tensor
     selection: Selection
     filler: int | None
     is_aliased: bool
-    place: Place | None = None
 
     @staticmethod
     def __new__(cls, rows: Tensor, selection: Selection, filler: int | None = None) -> SelectedRows:
@@ -117,7 +107,6 @@ class SelectedRows(Tensor):
         """The same values in another shape or dtype."""
         made = SelectedRows(rows, selection or self.selection, self.filler)
         made.is_aliased = self.is_aliased = True
-        made.place = self.place if per_row(rows) == per_row(self.rows) == 1 else None
         return made
 
     def view(self, *size: Any, **named: Any) -> Any:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from autopar.selected_functions import place, row_by_row
-from autopar.selected_places import looked_up
 from autopar.selected_rows import (
     HARMLESS,
     RowCall,
@@ -31,11 +30,7 @@ from autopar.selected_sizes import UnknownSize
 def _index_select(call: RowCall) -> Any:
     rows, dim, index = call.args if len(call.args) == 3 else (call.args[0], call.argument(1, "dim"), None)
     index = call.argument(2, "index") if index is None else index
-    if not isinstance(rows, SelectedRows):
-        if dim % rows.ndim:
-            raise UnfollowedError
-        return looked_up(rows, index)
-    if isinstance(index, SelectedRows) or not place(dim, rows.rows.ndim):
+    if not isinstance(rows, SelectedRows) or isinstance(index, SelectedRows) or not place(dim, rows.rows.ndim):
         raise UnfollowedError
     return rows.like(torch.index_select(rows.rows, dim, index))
 
@@ -165,7 +160,7 @@ def _permute(call: RowCall) -> Any:
 def _index(call: RowCall) -> Any:
     rows, index = call.args
     if not isinstance(rows, SelectedRows):
-        return looked_up(rows, index)
+        return _looked_up(rows, index)
     if isinstance(index, SelectedRows):
         return _narrowed(rows, index)
     index = index if isinstance(index, tuple) else (index,)
@@ -203,3 +198,10 @@ def _narrowed(rows: SelectedRows, mask: SelectedRows) -> SelectedRows:
     rows = _merged(rows, rows.rows.shape[mask.rows.ndim :])
     selection = rows.selection.narrowed(mask)
     return SelectedRows(SelectedRows(rows.rows, selection).filled(), selection, HARMLESS)
+
+
+def _looked_up(table: Tensor, index: Any) -> SelectedRows:
+    """Rows of a table, each by the number in a selected row."""
+    if not isinstance(index, SelectedRows) or index.dtype is torch.bool:
+        raise UnfollowedError
+    return SelectedRows(table[index.filled(0)], index.selection)

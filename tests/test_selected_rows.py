@@ -214,33 +214,6 @@ def one_for_all(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return z.square().mean()
 
 
-def positions(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    x, flat = y.view(-1, WIDTH), mask.view(-1)
-    i, j, k = flat.nonzero().squeeze(1), torch.nonzero(flat)[:, 0], torch.where(flat)[0]
-    of_one = F.cross_entropy(x[i], labels.view(-1)[j]) + x.index_select(0, k).sum() / i.shape[0] + (x[k] * x[j]).mean()
-    rows, columns = mask.nonzero(as_tuple=True)
-    both = mask.nonzero()
-    of_two = (
-        y[rows, columns].mean() + y[rows].sum() + y[rows, columns, :2].sum() + y.transpose(0, 1)[columns, rows].sum()
-    )
-    others = s.table.weight[i % WIDTH].sum() + (both[:, 0] * y[both[:, 0], both[:, 1], 0]).sum() + x[i, 1:3].mean()
-    summed = torch.zeros_like(x[:WIDTH]).index_add(0, labels.view(-1)[i], x[i], alpha=2)
-    return of_one + of_two + others + summed.square().sum()
-
-
-def experts(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Tokens are sent to experts in a loop, and come back by an assignment or a sum."""
-    x = y.view(-1, WIDTH)
-    weights, chosen = torch.topk((x @ s.head.weight.t()).softmax(-1), 2)
-    assigned, summed = torch.zeros_like(x), torch.zeros_like(x)
-    for expert in range(CLASSES):
-        token, nth = torch.where(chosen == expert)
-        assigned[token] += weights[token, nth, None] * (x[token] * s.scale + expert)
-        nth, token = torch.where((chosen == expert).t())
-        summed.index_add_(0, token, (x[token] * s.scale + expert).relu() * weights[token, nth, None])
-    return assigned.square().mean() + summed.square().mean()
-
-
 def written(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     z = torch.zeros_like(y)
     z[mask] = F.gelu(y[mask])
@@ -262,7 +235,7 @@ def mask_written_later(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> T
 USES = [
     all_losses, weighted_classes, masks_made_twice, labels_from_one, elements, decoded, shared_operands,
     undefined_elsewhere, undefined_after, norms, lookups, products, parts, reductions, selected_again, pointwise,
-    positions, experts, sizes, joined, whitened, paired, one_for_all, written, mask_written_later,
+    sizes, joined, whitened, paired, one_for_all, written, mask_written_later,
 ]  # fmt: skip
 
 
@@ -289,7 +262,7 @@ def test_the_numbers_are_those_of_eager(use: Use) -> None:
                 assert same, f"{name}, {spec}: {value} instead of {expected}"
 
 
-@pytest.mark.parametrize("use", [all_losses, weighted_classes, decoded, selected_again, experts, written])
+@pytest.mark.parametrize("use", [all_losses, weighted_classes, decoded, selected_again, written])
 @pytest.mark.parametrize(("strategy", "sizes"), [("ddp", (4,)), ("tp", (4,)), ("fsdp+tp", (2, 2))])
 def test_every_plan_gives_them(use: Use, strategy: str, sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -321,10 +294,9 @@ def test_they_are_followed_where_buffers_change(use: Use) -> None:
     assert report.ok, report
 
 
-@pytest.mark.parametrize("use", [decoded, experts])
-def test_rows_stay_where_they_are(use: Use) -> None:
+def test_rows_stay_where_they_are() -> None:
     """Under data parallelism nothing but the sums over all rows, and how many count, leaves a rank."""
-    case = subject(Selects(use), *batch(masks()["random"]))
+    case = subject(Selects(decoded), *batch(masks()["random"]))
     graph = case.program(case.plan("ddp", 4)).forward.module.graph
     moved = [node for node in graph.nodes if "_c10d_functional" in str(node.target) and "wait" not in node.name]
     assert moved
