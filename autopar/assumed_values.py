@@ -210,7 +210,10 @@ class AssumedValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if has_effects(func):
             raise AssumptionError(f"it calls {func}, which acts by something else than its result")
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, FakeTensor) and not self._is_seen(storage_id(tensor)):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            hidden = not self._is_seen(storage_id(tensor)) if isinstance(tensor, FakeTensor) else tensor.requires_grad
+            if hidden:
                 raise HiddenTensorError(
                     "it reads a tensor that is neither an argument nor a parameter or buffer of its own"
                 )

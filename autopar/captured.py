@@ -220,6 +220,15 @@ def _inline_scalar_constants(captured: fx.GraphModule) -> None:
         graph.erase_node(node)
 
 
+def pairs_selected(node: fx.Node) -> bool:
+    """Whether a call reads at what a mask selects together with other positions, one for each: as many as there are of
+    these, by its shape, whatever the mask selects."""
+    if node.target is not torch.ops.aten.index.Tensor:
+        return False
+    indices = [one.meta["val"] for one in node.args[1] if isinstance(one, fx.Node)]  # type: ignore[union-attr]
+    return len(indices) > 1 and any(index.dtype is torch.bool for index in indices)
+
+
 def has_symbol(value: object) -> bool:
     """Whether a traced value is, or has in its shape, a number known only when the program runs."""
     if isinstance(value, torch.Tensor):

@@ -255,18 +255,17 @@ class Compiler:
                 return named.everything()
             if budget is None or search.is_small:
                 found = [*named.everything(), *search.everything()]
-            else:
-                simulated = named.within(budget, lambda: search.foothold_s(budget))
-                found = [*simulated, *search.within(budget, simulated)]
-            return [*found, *self._more_frugal(joint, found, budget)]
+                return [*found, *self._more_frugal(joint, found)]
+            simulated = named.within(budget, lambda: search.foothold_s(budget))
+            found = [*simulated, *search.within(budget, simulated)]
+            fits = any(p.simulation.memory.total <= budget for p in found)
+            return found if fits else [*found, *self._more_frugal(joint, found)]
 
-    def _more_frugal(self, joint: JointGraph, found: Sequence[Priced], budget: int | None) -> list[Priced]:
-        """Plans that need less than any that was found, if none of these is within the budget, or there is none."""
+    def _more_frugal(self, joint: JointGraph, found: Sequence[Priced]) -> list[Priced]:
+        """Plans that need less than any that was found."""
         assert self._priced is not None
         _, named, search = self._priced
         least = min(p.simulation.memory.total for p in found)
-        if budget is not None and least <= budget:
-            return []
         plans = more_frugal(found, named.everything(), find_regions(joint))
         tried = [search.price(plan, splits) for plan, splits in plans]
         return [p for p in tried if p.simulation.memory.total < least]

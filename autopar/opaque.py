@@ -99,7 +99,10 @@ class OpaqueCall:
         with torch.inference_mode(False), as_outside_of_ops(), torch.no_grad():
             given = self._as_traced(tensors)
             results = self._checked_run(given)
-            return [_own(result, kind, given) for result, kind in zip(results, self.results, strict=True)]
+            own: list[Tensor] = []
+            for result, kind in zip(results, self.results, strict=True):
+                own.append(_own(result, kind, [*given, *own]))
+            return own
 
     def gradients(self, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the wanted tensors, zeros where none arrives."""

@@ -71,7 +71,7 @@ class SelectsRows(TorchFunctionMode):
             if not _is_mask(mask):
                 return None
             x = x.expand(torch.broadcast_shapes(x.shape, mask.shape))  # type: ignore[no-untyped-call]
-        if in_custom_function():
+        if in_custom_function() or any(_pairs_rows(one) for one in rest):
             return None
         num_dims = mask.ndim if func is torch.Tensor.__getitem__ else x.ndim
         selection = self._selection(mask, tuple(x.shape[:num_dims]))
@@ -148,6 +148,11 @@ _REPEATABLE = {
     "reshape", "squeeze", "to", "transpose", "unsqueeze", "view",
 }  # fmt: skip
 """Functions that give the same of the same."""
+
+
+def _pairs_rows(index: Any) -> bool:
+    """Whether an index beside a mask goes with the rows that are selected, one for each, and is of all of them."""
+    return isinstance(index, Tensor) and not isinstance(index, SelectedRows) and index.ndim > 0
 
 
 def _is_mask(index: Any) -> bool:

@@ -110,7 +110,10 @@ def _spread(call: RowCall) -> Any:
     squares = SelectedRows((values - mean(rows, dims, keepdim=True)).square(), rows.selection).filled(0)
     freedom = (how_many(rows, dims) - correction).clamp(min=0)
     variance = squares.sum(dims or list(range(values.ndim)), keepdim) / freedom
-    return variance.sqrt() if call.name == "std" else variance
+    if call.name != "std":
+        return variance
+    is_none = variance == 0  # where PyTorch lets no gradient pass, which would be infinite
+    return torch.where(is_none, 0, torch.where(is_none, 1, variance).sqrt())
 
 
 # --------------------------------------------------------------------------------------------------------------- losses

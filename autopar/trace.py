@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from autopar._compat import FakeMaker, FakeTensorMode, KnownOps, as_captured, capture_joint, new_fake_mode, value_read
-from autopar.captured import Captured, captured_by_aot, has_symbol, joint_graph
+from autopar.captured import Captured, captured_by_aot, has_symbol, joint_graph, pairs_selected
 from autopar.errors import AutoparError, InputError, TraceError
 from autopar.flat_module import FlatModule
 from autopar.fold import find_runs, find_stacks, held_only, is_unmoved
@@ -197,7 +197,7 @@ class _Call:
                 self._refuse_reading_op(state)
             raise
         joint = joint_graph(captured_by_aot(captured, flat), flat, self.batch_dims)
-        if any(has_symbol(node.meta.get("val")) for node in joint.module.graph.nodes):
+        if any(has_symbol(node.meta.get("val")) or pairs_selected(node) for node in joint.module.graph.nodes):
             # Values of tensors became symbols.  Trace again with such reads forbidden, only to learn where they are.
             self._capture(state, allow_value_reads=False)
             raise TraceError("the model's shapes or scalars depend on the values of tensors, so it is no single graph")
@@ -224,6 +224,8 @@ class _Call:
         writer = GraphWriter(flat, inputs, known)
         with self._grad_mode(), KnownValues():
             record = record_call(flat, inputs, numbers, known, writer)
+        if any(map(pairs_selected, writer.module.graph.nodes)):
+            raise UnwritableError("a mask selects together with other positions")
         captured = Captured(writer.module, writer.inputs, writer.outputs)
         return record, joint_graph(captured, flat, self.batch_dims)
 

@@ -52,7 +52,9 @@ def deep(layers: int = 9, width: int = 256) -> tuple[nn.Module, tuple[torch.Tens
 def traced(make: str, cluster: str) -> tuple[Compiler, JointGraph]:
     with torch.device("meta"):
         model, args = {"image": image, "deep": deep}[make]()
-    compiler = Compiler(model, parse_shape("4"), Cluster.parse(cluster))
+    # With casts of parameters and gradients, which each rank makes of what rests there.
+    precision = "bf16" if "H100" in cluster else None
+    compiler = Compiler(model, parse_shape("4"), Cluster.parse(cluster), precision=precision)
     return compiler, compiler.trace(args, {}, train=True, local=False, whole=False)
 
 

@@ -464,6 +464,62 @@ def test_the_model_itself_is_never_run_whole() -> None:
     assert "module 1 cannot: shapes of what it gives depend on values: (f64[4, 8]) or (f64[0, 8])" in message
 
 
+class ReadsAnothers(nn.Module):
+    """Reads a value, and a parameter that is not its own: held in a list, or by a function."""
+
+    def __init__(self, scale: nn.Parameter, by_function: bool) -> None:
+        super().__init__()
+        self.linear, self.held = nn.Linear(D, D), (lambda: scale) if by_function else [scale]
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.held() if callable(self.held) else self.held[0]
+        return self.linear(x) * scale if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+def test_a_parameter_that_is_not_its_own_is_refused(by_function: bool) -> None:
+    """An op gets no gradient to it."""
+    scale = nn.Parameter(torch.ones(D))
+    model = Around(ReadsAnothers(scale, by_function))
+    model.scale = scale  # type: ignore[assignment]
+    with pytest.raises(TraceError, match="it reads a tensor that is neither an argument nor a parameter or buffer"):
+        trace(model, (torch.randn(8, D),), {}, opaque=True)
+
+
+class GivesTwice(nn.Module):
+    """Gives one tensor in two places, or sets what it gives on itself."""
+
+    def __init__(self, sets: bool) -> None:
+        super().__init__()
+        self.linear, self.sets = nn.Linear(D, D), sets
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x) if x.sum() > 0 else x.sin()
+        if self.sets:
+            self.hidden = y
+            return y
+        return y, y
+
+
+class SumsBoth(nn.Module):
+    def __init__(self, inner: GivesTwice) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(D, D), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.inner(self.first(x))
+        one, other = (given, self.inner.hidden) if self.inner.sets else given
+        return (one * other).mean()
+
+
+@pytest.mark.parametrize("sets", [False, True])
+def test_one_tensor_given_twice(sets: bool) -> None:
+    torch.manual_seed(0)
+    one = subject(SumsBoth(GivesTwice(sets)), torch.randn(8, D))
+    assert paths_of(one) == ["inner"]
+    assert_equal(one)
+
+
 class Touches(nn.Module):
     """Reads a value, and does something else besides."""
 

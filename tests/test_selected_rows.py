@@ -202,6 +202,12 @@ def whitened(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return ((a - a.mean()) / (a.std() + 1e-5)).pow(3).mean() + spread
 
 
+def without_spread(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """A deviation of equal rows: no gradient passes, rather than one that is no number."""
+    equal = (y * 0 + s.temperature)[mask]
+    return equal.std(0, unbiased=False).sum() + equal.std(0).nan_to_num().sum() + y[mask].sum()
+
+
 def paired(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return y.log_softmax(-1)[mask, labels[mask]].mean()
 
@@ -235,7 +241,7 @@ def mask_written_later(s: Selects, y: Tensor, labels: Tensor, mask: Tensor) -> T
 USES = [
     all_losses, weighted_classes, masks_made_twice, labels_from_one, elements, decoded, shared_operands,
     undefined_elsewhere, undefined_after, norms, lookups, products, parts, reductions, selected_again, pointwise,
-    sizes, joined, whitened, paired, one_for_all, written, mask_written_later,
+    sizes, joined, whitened, without_spread, paired, one_for_all, written, mask_written_later,
 ]  # fmt: skip
 
 
@@ -363,6 +369,17 @@ REFUSED: dict[str, tuple[Use, str]] = {
     "product": (lambda s, y, labels, mask: (y[mask] @ y[mask].T).sum(), r"torch\.Tensor\.T"),
     "returned": (lambda s, y, labels, mask: y[mask], "what the model returns"),
 }
+
+
+def test_a_mask_beside_other_positions_is_refused() -> None:
+    """Which go with the selected rows, one for each, and are of another number than all rows."""
+    uses: list[Use] = [
+        lambda s, y, labels, mask: y.log_softmax(-1)[mask[:, 0], 0, labels[:, 0]].sum(),
+        lambda s, y, labels, mask: y[mask.any(1), :, torch.tensor([1])].sum(),
+    ]
+    for use in uses:
+        with pytest.raises(TraceError, match=f"the root module, {__file__}"):
+            trace(Returns(use).double(), batch(masks()["random"]), {})
 
 
 class Returns(Selects):
