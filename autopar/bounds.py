@@ -300,12 +300,15 @@ def _trained_and_saved(joint: JointGraph) -> tuple[set[fx.Node], dict[fx.Node, i
 
 def _readers(param: fx.Node) -> list[tuple[bool, int]]:
     """Of each op that reads a parameter: whether it is in the backward pass, and the bytes of an element it reads."""
-    found, stack = [], [param]
+    found, stack = [], [(param, int(param.meta["val"].element_size()))]
     while stack:
-        node = stack.pop()
+        node, itemsize = stack.pop()
         for user in node.users:
-            if user.op == "call_function" and is_look_or_cast(user):
-                stack.append(user)
-            elif user.op == "call_function":
-                found.append((bool(user.meta["backward"]), int(node.meta["val"].element_size())))
+            if user.op != "call_function":
+                continue
+            value = user.meta["val"]
+            if user.target is operator.getitem or is_look_or_cast(user):
+                stack.append((user, int(value.element_size()) if isinstance(value, torch.Tensor) else itemsize))
+            else:
+                found.append((bool(user.meta["backward"]), itemsize))
     return found

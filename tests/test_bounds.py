@@ -85,6 +85,28 @@ def test_no_plan_undercuts_its_bounds(make: str, cluster: str) -> None:
     assert max(times) > 0.5  # they say something
 
 
+class Parts(nn.Module):
+    """Reads the halves of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(64, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.weight.chunk(2)
+        return (x @ first * (x @ second).sigmoid()).square().mean()
+
+
+def test_a_parameter_in_parts() -> None:
+    with torch.device("meta"):
+        compiler = Compiler(Parts(), parse_shape("4"), Cluster.parse("4xA100-80GB"))
+        joint = compiler.trace((torch.empty(8, 32),), {}, train=True, local=False)
+    plan = plan_named("zero3", joint, (4,), 4)
+    kept = replace(plan, storage={path: replace(rest, regather=False) for path, rest in plan.storage.items()})
+    for one in (plan, kept):
+        assert 0 < bounds_of(compiler, joint).num_bytes(one) <= compiler.price(joint, one).simulation.memory.total
+
+
 def test_recomputing_takes_no_less_than_the_bound() -> None:
     compiler, joint = traced("deep", "4xA100-80GB")
     bounds, plan = bounds_of(compiler, joint), plan_named("zero3", joint, (4,), 4)
