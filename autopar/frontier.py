@@ -45,13 +45,14 @@ class Pareto:
         points: the frontier by rising peak, so by falling step time; if budgets were given, the fastest point within
             each of them, or None where nothing fits.
         budgets: the budgets in GiB that were given, one for each point; None for the whole frontier.
-        smallest_feasible_gb: the smallest budget in GiB that has a point.
+        smallest_feasible_gb: the smallest budget in GiB that works; None if it was not looked for, since all that were
+            asked for do.
     """
 
     cluster: str
     points: tuple[ParetoPoint | None, ...]
     budgets: tuple[float, ...] | None
-    smallest_feasible_gb: float
+    smallest_feasible_gb: float | None
 
     def __str__(self) -> str:
         return _render(self)

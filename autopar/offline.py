@@ -15,7 +15,7 @@ from torch import nn
 from autopar.cluster import Cluster, budget_bytes
 from autopar.compiler import Compiler
 from autopar.cost_model.optimizers import OptimizerLike
-from autopar.errors import InputError, MeshError
+from autopar.errors import InfeasibleBudgetError, InputError, MeshError
 from autopar.frontier import Pareto, ParetoPoint, fastest_by_peak
 from autopar.graph import JointGraph
 from autopar.infeasible import feasible_gb
@@ -110,11 +110,12 @@ def pareto(
 ) -> Pareto:
     """Step time against memory: the plans that no other beats in both, by rising peak.
 
-    Each point's plan is what `plan` returns for a budget of just its peak.  Printed, it says what one more GiB buys.
+    Printed, it says what one more GiB buys.
 
     Args:
         model, cluster, example_inputs, mesh, optimizer, batch_dims, precision, accumulate: as in `plan`.
-        budgets: budgets in GiB for which a point is wanted, instead of the whole frontier.
+        budgets: budgets in GiB for which a point is wanted, each what `plan` returns for it.  Without, it is the whole
+            frontier, by prices that of a deep model may be off by some per cent.
 
     Raises:
         InputError, MeshError, TraceError: as `plan`.
@@ -126,24 +127,34 @@ def pareto(
         compiler, joint = _trace(
             model, cluster, None, example_inputs, mesh, AUTO, {**settings, "say": say}, whole=False
         )
-        points, smallest = _points(compiler, joint, wanted)
-    return Pareto(str(compiler.cluster), points, wanted, feasible_gb(smallest))
+        points, smallest_gb = _frontier(compiler, joint) if wanted is None else _points(compiler, joint, wanted)
+    return Pareto(str(compiler.cluster), points, wanted, smallest_gb)
 
 
 def _points(
-    compiler: Compiler, joint: JointGraph, budgets: Sequence[float] | None
-) -> tuple[tuple[ParetoPoint | None, ...], int]:
-    """The points for these budgets in GiB, or of the whole frontier; and the smallest peak of any plan in bytes."""
-    limits = None if budgets is None else [budget_bytes(gb, compiler.cluster) for gb in budgets]
+    compiler: Compiler, joint: JointGraph, budgets: Sequence[float]
+) -> tuple[tuple[ParetoPoint | None, ...], float | None]:
+    """The points for these budgets in GiB; and the smallest that works, if one does not."""
+    points: list[ParetoPoint | None] = []
+    smallest_gb = None
+    for limit in [budget_bytes(gb, compiler.cluster) for gb in budgets]:
+        try:
+            points.append(ParetoPoint(compiler.plan_within(joint, limit)))
+        except InfeasibleBudgetError as error:
+            points.append(None)
+            smallest_gb = error.smallest_feasible_gb
+    return tuple(points), smallest_gb
+
+
+def _frontier(compiler: Compiler, joint: JointGraph) -> tuple[tuple[ParetoPoint | None, ...], float]:
+    """The points of the whole frontier, and the smallest budget in GiB that works."""
     costs = [(p.simulation.memory.total, p.simulation.step_time_s) for p in compiler.candidates(joint)]
-    smallest = min(peak_bytes for peak_bytes, _ in costs)
-    if limits is not None:
-        plans = {limit: compiler.plan_within(joint, limit, closely=False) for limit in limits if limit >= smallest}
-        return tuple(ParetoPoint(plans[limit]) if limit in plans else None for limit in limits), smallest
+    smallest_gb = feasible_gb(min(peak_bytes for peak_bytes, _ in costs))
     usable = budget_bytes(None, compiler.cluster)
     compiler.plan_within(joint, usable, closely=False)  # refuses what does not fit the device at all
     peaks = [peak_bytes for peak_bytes in fastest_by_peak(costs) if peak_bytes <= usable]
-    return tuple(ParetoPoint(compiler.plan_within(joint, peak_bytes, closely=False)) for peak_bytes in peaks), smallest
+    points = tuple(ParetoPoint(compiler.plan_within(joint, peak_bytes, closely=False)) for peak_bytes in peaks)
+    return points, smallest_gb
 
 
 def _budgets(budgets: Iterable[float]) -> tuple[float, ...]:
