@@ -283,7 +283,15 @@ def short_name(full_name: str) -> str:
 
 def in_custom_function() -> bool:
     """Whether it is the forward of a `torch.autograd.Function` that runs: its gradients are its own."""
-    return any(frame.f_code is _APPLY for frame in _callers())
+    forwards = {getattr(one.forward, "__code__", None) for one in _below(torch.autograd.Function)}
+    return any(frame.f_code in forwards for frame in _callers())
+
+
+def _below(base: type[Any]) -> Iterator[Any]:
+    """A class's subclasses, and theirs."""
+    for one in base.__subclasses__():
+        yield one
+        yield from _below(one)
 
 
 def _callers() -> Iterator[FrameType]:
@@ -291,9 +299,6 @@ def _callers() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def num_dims(tensor: Tensor) -> int:
