@@ -25,7 +25,7 @@ from autopar.errors import FoldError, InfeasibleBudgetError, InputError, MeshErr
 from autopar.graph import JointGraph, Run, mark_held
 from autopar.infeasible import infeasible, more_frugal
 from autopar.layout_search import Price, Priced
-from autopar.named import Named
+from autopar.named import LeftOut, Named
 from autopar.normalise import normalise
 from autopar.passes.pipeline import rewrite
 from autopar.plan import Plan
@@ -44,7 +44,7 @@ from autopar.signature import flatten_inputs
 from autopar.strategies import STRATEGIES
 from autopar.trace import trace
 from autopar.unfold import check_unfolds, unfold
-from autopar.whole_plan import QUICK, Sample, Split, even_splits, inner_alike, stand_ins, whole_plan
+from autopar.whole_plan import QUICK, Sample, Split, StandIns, even_splits, inner_alike, stand_ins, whole_plan
 
 NUM_LOOKS = 3
 """How many plans are looked at closely, the fastest first, before one is taken."""
@@ -208,28 +208,44 @@ class Compiler:
             best, seen = _fastest(fitting, lambda one: look(joint, one, budget), budget)
             excess = seen.peak_bytes - budget
             if excess <= 0:
-                return self._report(seen, [p for p in priced if p is not best], budget)
+                return self._report(seen, [p for p in priced if p is not best], budget, self._left_out())
             limit = best.simulation.memory.total - excess
         priced = self.candidates(joint)
         best = min(priced, key=lambda p: p.simulation.memory.total)
         seen = look(joint, best, best.simulation.memory.total)  # to the byte: it may be said to be a budget that works
         if seen.peak_bytes <= budget:
-            return self._report(seen, [p for p in priced if p is not best], budget)
+            return self._report(seen, [p for p in priced if p is not best], budget, self._left_out())
         raise self._infeasible(seen, [seen.priced if p is best else p for p in priced], budget)
 
     def _as_searched(self, joint: JointGraph, priced: Priced, budget: int = 0) -> _Seen:
+        graph, held, program, _ = self._rewritten(joint, priced.plan, priced.splits)
         plan = whole_plan(priced.plan, joint.runs, priced.splits)
-        return _Seen(self._planned_on(joint), joint, rewrite(joint, priced.plan, check=False), priced, plan)
+        return _Seen(self._planned_on(joint), graph, program, replace(priced, plan=held), plan)
 
     def _closely(self, joint: JointGraph, priced: Priced, budget: int) -> _Seen:
         """A plan of a folded graph with more of its units; with all if its peak is near the budget."""
         self.say("looking at the plan more closely")
         for sample in (Sample.of(priced.plan, joint.runs, priced.splits), Sample(joint.runs, priced.splits, {})):
-            graph, program, close = self._sampled(joint, priced.plan, priced.splits, sample)
-            if sample.runs == joint.runs or abs(close.simulation.memory.total - budget) > NEAR * budget:
+            graph, held, program, standing = self._rewritten(joint, priced.plan, priced.splits, sample)
+            simulation = self._run(program, self.optimizer, Copies.of(standing))
+            if sample.runs == joint.runs or abs(simulation.memory.total - budget) > NEAR * budget:
                 break
-        close = replace(close, plan=whole_plan(priced.plan, sample.runs, sample.splits))
+        close = Priced(held, simulation, standing=standing)
         return _Seen(joint, graph, program, close, whole_plan(priced.plan, joint.runs, priced.splits))
+
+    def _rewritten(
+        self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...], sample: Sample | None = None
+    ) -> tuple[JointGraph, Plan, LocalProgram, StandIns]:
+        """The graph with which a plan of a folded one is priced, its plan and its program, and what its units stand
+        for.  Without a `sample` it is the folded graph itself; but if its inner units, which stand for `splits`, take
+        two options, it has more units: what one does next to another that does otherwise says little of what all of its
+        kind do."""
+        if sample is None and not all(inner_alike(plan, run) for run in joint.runs):
+            sample = Sample.of(plan, joint.runs, splits, QUICK)
+        if sample is None:
+            return joint, plan, rewrite(joint, plan, check=False), stand_ins(joint.runs, splits)
+        graph, held = self._with_units(joint, sample.runs), whole_plan(plan, sample.runs, sample.splits)
+        return graph, held, rewrite(graph, held, check=False), sample.standing
 
     def _with_units(self, joint: JointGraph, runs: tuple[Run, ...]) -> JointGraph:
         """A folded graph with the copies of its units that these runs have."""
@@ -304,24 +320,9 @@ class Compiler:
         return self._priced_as(joint, plan, even_splits(joint.runs))
 
     def _priced_as(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Priced:
-        """A plan of a folded graph whose inner units are `splits`: if they take two options, with more units, since
-        what one does next to another that does otherwise says little of what all of its kind do."""
-        if all(inner_alike(plan, run) for run in joint.runs):
-            return Priced(plan, self._simulate(joint, plan, splits), splits, stand_ins(joint.runs, splits))
-        return self._sampled(joint, plan, splits, Sample.of(plan, joint.runs, splits, QUICK))[2]
-
-    def _sampled(
-        self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...], sample: Sample
-    ) -> tuple[JointGraph, LocalProgram, Priced]:
-        """A plan of a folded graph with the units of a sample."""
-        graph = self._with_units(joint, sample.runs)
-        program = rewrite(graph, whole_plan(plan, sample.runs, sample.splits), check=False)
-        simulation = self._run(program, self.optimizer, Copies.of(sample.standing))
-        return graph, program, Priced(plan, simulation, splits, sample.standing)
-
-    def _simulate(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Simulation:
-        copies = Copies.of(stand_ins(joint.runs, splits))
-        return self._run(rewrite(joint, plan, check=False), self.optimizer, copies)
+        """A plan of a folded graph whose inner units stand for `splits`."""
+        _, _, program, standing = self._rewritten(joint, plan, splits)
+        return Priced(plan, self._run(program, self.optimizer, Copies.of(standing)), splits, standing)
 
     def _run(self, program: LocalProgram, optimizer: OptimizerLike, copies: Copies) -> Simulation:
         return simulate(program, self.cluster, optimizer, accumulate=self.accumulate, copies=copies)
@@ -351,8 +352,11 @@ class Compiler:
         self.say("rewriting the program")
         return rewrite(joint, plan)
 
-    def _report(self, seen: _Seen, others: Sequence[Priced], budget: int) -> Plan:
-        left_out = self._priced[1].left_out if others and self._priced is not None else ()
+    def _left_out(self) -> Sequence[LeftOut]:
+        """The named strategies' plans that the search has not simulated."""
+        return () if self._priced is None else self._priced[1].left_out
+
+    def _report(self, seen: _Seen, others: Sequence[Priced], budget: int, left_out: Sequence[LeftOut] = ()) -> Plan:
         report = replace(
             plan_report(seen.joint, seen.program, seen.priced, [seen.priced, *others], left_out, budget),
             cluster=str(self.cluster),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ from autopar.randomness import replace_random_ops
 from autopar.strategies import STRATEGIES
 from autopar.trace import trace
 from autopar.unfold import unfold
-from autopar.whole_plan import Sample, Split, even_splits, folded_factors, stand_ins, whole_plan
+from autopar.whole_plan import Sample, Split, even_splits, folded_factors, inner_alike, stand_ins, whole_plan
 from tests.tiny_models import TinyGpt
 
 LAYERS = 9
@@ -240,6 +241,25 @@ def test_a_sample_of_units_has_the_last_word_on_a_plan(budget: float | None) -> 
     assert offline.report is not None
     assert [row.module for row in offline.report.rows] == [row.module for row in plan.report.rows]
     assert "blocks.4" in offline.explain("blocks.4")
+
+
+def test_a_point_whose_units_take_two_options_is_reported_with_all_of_them() -> None:
+    """It was priced with more units than the folded graph has, and its report is of these."""
+    with torch.device("meta"):
+        model, args, kwargs = MODELS["perceptron"]()
+    compiler = Compiler(model, (4,), Cluster.parse("4 cpu"))
+    folded = compiler.trace(args, kwargs, train=True, local=False, whole=False)
+    mixed = [p for p in compiler.candidates(folded) if not all(inner_alike(p.plan, run) for run in folded.runs)]
+    assert mixed
+    for priced in mixed[:3]:
+        plan = compiler._report(compiler._as_searched(folded, priced), [], priced.simulation.memory.total)
+        assert plan.report is not None
+        assert plan.peak_bytes == priced.simulation.memory.total
+        counts: Counter[str] = Counter()
+        for row in plan.report.rows:
+            if row.module.startswith("blocks."):
+                counts[row.module.partition(".")[2].partition(".")[2]] += row.count
+        assert set(counts.values()) == {len(folded.runs[0].units)}
 
 
 def test_an_inner_unit_stands_for_at_least_itself() -> None:
