@@ -77,11 +77,11 @@ class Bounds:
     _times: dict[object, float] = field(default_factory=dict)
     _op_times: dict[object, float] = field(default_factory=dict)
 
-    def time_s(self, mesh: Mesh, factors: Sequence[Sequence[FactorRef]]) -> float:
+    def time_s(self, mesh: Mesh, factors: tuple[tuple[FactorRef, ...], ...]) -> float:
         """Seconds of a step that no plan which cuts these factors on this mesh undercuts."""
-        key = (mesh, tuple(map(tuple, factors)))
+        key = mesh, factors
         if key not in self._times:
-            plan = Plan("", mesh, tuple(map(tuple, factors)), {})
+            plan = Plan("", mesh, factors, {})
             joint, ops = decided(self.joint, plan)
             slowed_s = CONTENTION[self.cluster.backend] * self._synchronising_s(plan)
             self._times[key] = _Chains(self, joint, mesh, ops).run() + slowed_s
@@ -96,7 +96,7 @@ class Bounds:
             if node in trained:
                 value = node.meta["val"]
                 size += self.copies.number(path.rpartition(".")[0]) * value.numel() * min(2, value.element_size())
-        size /= math.prod(n for n, refs in zip(mesh.sizes, plan.factors, strict=True) if _cuts_parameters(refs))
+        size /= _num_parts(plan)
         seconds = 0.0
         for axis in reversed(range(mesh.num_axes)):
             if plan.factors[axis] and not _cuts_parameters(plan.factors[axis]):
@@ -109,17 +109,16 @@ class Bounds:
 
     def num_bytes(self, plan: Plan) -> int:
         """Bytes of one rank that no program of the plan undercuts at its peak."""
-        total, mesh = 0.0, plan.mesh
+        total, num_parts = 0.0, _num_parts(plan)
         trained, saved = self.joint.keep("trained", lambda: _trained_and_saved(self.joint))
-        cut_alike = math.prod(n for n, refs in zip(mesh.sizes, plan.factors, strict=True) if _cuts_parameters(refs))
         for path, node in self.joint.param_nodes().items():
             value, storage = node.meta["val"], plan.storage[path]
-            rests = meta_value(local_shape(value.shape, storage.sharding, mesh), value.dtype)
+            rests = _local(value, storage.sharding, plan.mesh)
             size = float(tensor_bytes(rests))
             if node in trained:
                 size += tensor_bytes(rests) + self.optimizer.state_bytes(rests)
             if node in saved and not storage.regather:
-                size += max(0.0, value.numel() / cut_alike - rests.numel()) * min(saved[node], value.element_size())
+                size += max(0.0, value.numel() / num_parts - rests.numel()) * min(saved[node], value.element_size())
             total += self.copies.number(path.rpartition(".")[0]) * size
         return round(total)
 
@@ -235,6 +234,11 @@ class _Chains:
 
 def _cuts_parameters(refs: Sequence[FactorRef]) -> bool:
     return any(ref.label != "batch" for ref in refs)
+
+
+def _num_parts(plan: Plan) -> int:
+    """Into how many parts a parameter is cut at most where it is used."""
+    return math.prod(n for n, refs in zip(plan.mesh.sizes, plan.factors, strict=True) if _cuts_parameters(refs))
 
 
 def _kind(now: Placement, then: Placement) -> str | None:

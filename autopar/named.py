@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.bounds import Bounds
 from autopar.graph import JointGraph
@@ -57,10 +58,9 @@ class Named:
 
         `foothold` looks for another plan that fits, for when none of these does, and gives its seconds.
         """
-        least = [self._least(position) for position in range(len(self.plans))]
         fastest_s = math.inf
-        for position in sorted(range(len(least)), key=lambda i: least[i].least_s):
-            one = least[position]
+        for position in sorted(range(len(self.plans)), key=lambda i: self._least[i].least_s):
+            one = self._least[position]
             if one.least_bytes > budget or one.least_s >= fastest_s:
                 continue
             simulation = self._simulate(position).simulation
@@ -73,11 +73,12 @@ class Named:
     @property
     def left_out(self) -> list[LeftOut]:
         """Those that were not simulated until now."""
-        return [self._least(position) for position in range(len(self.plans)) if position not in self._priced]
+        return [self._least[position] for position in range(len(self.plans)) if position not in self._priced]
 
-    def _least(self, position: int) -> LeftOut:
-        plan = self.plans[position]
-        return LeftOut(plan, self.bounds.time_s(plan.mesh, plan.factors), self.bounds.num_bytes(plan))
+    @cached_property
+    def _least(self) -> list[LeftOut]:
+        times = [self.bounds.time_s(plan.mesh, plan.factors) for plan in self.plans]
+        return [LeftOut(plan, s, self.bounds.num_bytes(plan)) for plan, s in zip(self.plans, times, strict=True)]
 
     def _simulate(self, position: int) -> Priced:
         if position not in self._priced:

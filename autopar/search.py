@@ -46,14 +46,14 @@ class Search:
         sizes: the user's mesh shape.
         ranks_per_node: of the cluster.
         price: simulates a plan.
-        bounds: what no plan of a layout undercuts; without them every layout may be the fastest.
+        bounds: what no plan of a layout undercuts.
     """
 
     joint: JointGraph
     sizes: Sequence[int]
     ranks_per_node: int
     price: Price
-    bounds: Bounds | None = None
+    bounds: Bounds
     _searches: dict[Layout, LayoutSearch] = field(default_factory=dict)
 
     def everything(self) -> list[Priced]:
@@ -144,8 +144,6 @@ class Search:
         """What no plan of a layout is estimated to undercut within a budget, from as few simulations as tell whether
         that is more than `fastest_s`: of parameters that rest in ways which do not fit there can be few."""
         modes = search.modes
-        if self.bounds is None:
-            return search.bound_s(modes)
         plans = {mode: search.plan(dict.fromkeys(search.parts, Option(mode, None))) for mode in modes}
         sizes = {mode: self.bounds.num_bytes(plan) for mode, plan in plans.items()}
         fitting = [mode for mode in modes if sizes[mode] <= budget]
@@ -176,8 +174,7 @@ class Search:
         return self._effort <= SMALL_NODES
 
     def _bound_s(self, search: LayoutSearch) -> float:
-        layout = search.layout
-        return 0.0 if self.bounds is None else self.bounds.time_s(layout.mesh, layout.factors)
+        return self.bounds.time_s(search.layout.mesh, search.layout.factors)
 
     def _may_beat(self, searches: Iterable[LayoutSearch], fastest_s: Callable[[], float]) -> Iterator[LayoutSearch]:
         """Those whose layouts may have a faster plan, as far as their bounds tell, the most promising first."""
@@ -213,15 +210,13 @@ class Search:
 
     def _kinds(self, fastest_s: Callable[[], float] = lambda: math.inf) -> list[LayoutSearch]:
         """Of all kinds those that may be worth a simulation, if a plan is known that takes `fastest_s`."""
-        kinds = self._all_kinds
         if self.is_small:
-            return kinds
-        cutting = [one for one in kinds if any(one.layout.factors)]
+            return self._all_kinds
         worth: list[LayoutSearch] = []
-        for one in self._may_beat(cutting, fastest_s):
+        for one in self._may_beat((one for one in self._all_kinds if any(one.layout.factors)), fastest_s):
             one.simulate(BASE)
             worth.append(one)
-        whole = [one for one in self._may_beat(kinds, fastest_s) if one not in cutting]
+        whole = list(self._may_beat((one for one in self._all_kinds if not any(one.layout.factors)), fastest_s))
         first = min((one.simulate(BASE) for one in worth), key=lambda s: s.step_time_s, default=None)
         # Where nothing is cut a rank computes what all of them do otherwise, if perhaps twice as well.
         is_slower = first is not None and first.step_time_s < first.compute_s * math.prod(self.sizes) / 2
