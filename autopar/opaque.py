@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from autopar._compat import as_outside_of_ops, never_drop, shares_storage
+from autopar._compat import as_outside_of_ops, never_drop, shares_storage, version_of
 from autopar.errors import StaleModelError
 from autopar.graph import ProcessName, describe_value
 
@@ -137,7 +137,7 @@ class OpaqueCall:
         ]
 
     def _checked_run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        versions = [tensor._version for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         states = _generator_states(tensors)
         with contextlib.ExitStack() as stack:
             for mode in self.modes:
@@ -146,7 +146,7 @@ class OpaqueCall:
                 results = self.run(tensors)
             except UnfitError as error:
                 raise self.stale(f"does another thing than when it was traced: {error}") from error
-        if any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True)):
+        if any(version_of(tensor) != version for tensor, version in zip(tensors, versions, strict=True)):
             raise self.stale(
                 "changed what it was given, a parameter or a buffer in place, which it did not when traced"
             )

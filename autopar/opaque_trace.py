@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar._compat import FakeTensor, tree_leaves, value_read
+from autopar._compat import FakeTensor, tree_leaves, value_read, version_of
 from autopar.assumed_runs import AssumedRuns
 from autopar.errors import AutoparError, TraceError
 from autopar.opaque import OPAQUE_OPS, OpaqueCall, OpaqueName, TensorKind, UnfitError, call_opaque, find_call
@@ -85,7 +85,7 @@ class OpaqueModules:
         finally:
             self._searches = False
         for path, tensor, version in self._aliased:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise TraceError(
                     f"{self._where(path)} may return a tensor that it was given, which is changed in place later: let"
                     " it return a copy (x.clone())"
@@ -146,7 +146,7 @@ class OpaqueModules:
         results = call_opaque(tensors, known.call.name)
         if self._searches:
             shared = [*(results[i] for i, _ in known.aliases), *(tensors[j] for _, j in known.aliases)]
-            self._aliased += [(self._paths[module], tensor, tensor._version) for tensor in shared]
+            self._aliased += [(self._paths[module], tensor, version_of(tensor)) for tensor in shared]
         return known.given.place(module, results)
 
     def _match(self, found: Sequence[_Known], call: ModuleCall) -> _Known | None:

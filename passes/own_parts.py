@@ -20,7 +20,7 @@ _CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.reshape.default, torch
 def own_parts(module: fx.GraphModule) -> fx.GraphModule:
     """Copy what is cut out of results of `run_opaque_backward`, once for each cut."""
     graph = module.graph
-    for node in list(graph.nodes):
+    for node in list(graph.nodes) if graph.find_nodes(op="call_function", target=OPAQUE_OPS[1]) else ():
         if node.target in _SLICES and _is_of_opaque(node) and not any(user.target in _SLICES for user in node.users):
             with graph.inserting_after(node):
                 copy = graph.call_function(torch.ops.aten.clone.default, (node,))
