@@ -12,7 +12,7 @@ from autopar._compat import has_avx512, onednn_computes
 
 _NARROW_BLOCK, WIDE_BLOCK = 8, 16
 
-_PLAIN_CHANNELS = 3
+PLAIN_CHANNELS = 3
 """An image of so many channels is read as it is."""
 
 _PAGE_BYTES = 4096
@@ -104,9 +104,9 @@ class Convolution:
     def is_plain(self, filter_gradient: bool = False) -> bool:
         """Whether kernels read an image of few channels as it is."""
         channels = self.image.shape[1]
-        few = channels <= _PLAIN_CHANNELS
+        few = channels <= PLAIN_CHANNELS
         if filter_gradient and channel_block() == _NARROW_BLOCK:
-            few = channels == _PLAIN_CHANNELS
+            few = channels == PLAIN_CHANNELS
         return few and self.groups == 1 and math.prod(self.kernel) > 1
 
     def copies(self) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-_BLOCK = 16
-_PLAIN_CHANNELS = 3
+from autopar.cost_model.convolution_calls import PLAIN_CHANNELS, WIDE_BLOCK, in_blocks, num_bytes
+
 _WIDEST_FILTER, _WIDEST_GROUPED_FILTER = 14, 3
 """Wider filters' gradients are matmuls on an unfolded image, summed in buffers of the filters' size."""
 
@@ -28,8 +28,8 @@ _SCRATCH_BYTES = 2**16
 def forward_workspace(result: Any, args: list[Any]) -> int:
     """Workspace of `aten.convolution(image, filters, bias, stride, padding, dilation, transposed, …, groups)`."""
     image, filters, stride, transposed = args[0], args[1], args[3], args[6]
-    padded_result = _in_blocks(result)
-    computing = _image(image) + _filters(filters, args[8], image) + padded_result - _bytes(result)
+    padded_result = in_blocks(result, 1)
+    computing = _image(image) + _filters(filters, args[8], image) + padded_result - num_bytes(result)
     if transposed:
         computing += padded_result
     return max(computing + _thinned_out(image, filters, stride), padded_result)
@@ -45,15 +45,15 @@ def backward_workspace(result: Any, args: list[Any]) -> int:
     if mask[1]:
         needs.append(_filter_gradient(gradient, image, filters, stride, groups))
     if transposed:
-        needs.append(_in_blocks(gradient) + _in_blocks(image) + _in_blocks(filters, (0, 1)))
+        needs.append(in_blocks(gradient, 1) + in_blocks(image, 1) + in_blocks(filters, 0, 1))
     return max(needs) + int(4 * gradient.shape[1] * gradient.element_size())  # the bias's gradient
 
 
 def _image_gradient(
     gradient: torch.Tensor, image: torch.Tensor, filters: torch.Tensor, stride: Sequence[int], groups: int
 ) -> int:
-    padded = _in_blocks(image)
-    need = _in_blocks(filters, (0, 1) if groups == 1 else (0,)) + _in_blocks(gradient) + padded - _bytes(image)
+    padded = in_blocks(image, 1)
+    need = in_blocks(filters, *((0, 1) if groups == 1 else (0,))) + in_blocks(gradient, 1) + padded - num_bytes(image)
     if max(stride) > 1:
         return max(need + padded + _SCRATCH_BYTES * torch.get_num_threads(), 2 * padded)
     return max(need, padded)
@@ -64,11 +64,11 @@ def _filter_gradient(
 ) -> int:
     if max(filters.shape[2:]) > (_WIDEST_FILTER if groups == 1 else _WIDEST_GROUPED_FILTER):
         if groups == image.shape[1] and not image.is_contiguous():
-            return _CHANNELS_LAST_BUFFERS * _bytes(filters)
+            return _CHANNELS_LAST_BUFFERS * num_bytes(filters)
         unfolded = math.prod(filters.shape[1:]) * math.prod(gradient.shape[2:]) * image.element_size()
-        return 4 * _bytes(filters) + unfolded + _in_blocks(gradient)
+        return 4 * num_bytes(filters) + unfolded + in_blocks(gradient, 1)
     padded = _filters(filters, groups, image)
-    need = _image(image) + _in_blocks(gradient) + padded - _bytes(filters)
+    need = _image(image) + in_blocks(gradient, 1) + padded - num_bytes(filters)
     return max(need + _thinned_out(image, filters, stride), padded)
 
 
@@ -77,23 +77,13 @@ def _thinned_out(image: torch.Tensor, filters: torch.Tensor, stride: Sequence[in
     if math.prod(filters.shape[2:]) > 1 or max(stride) == 1:
         return 0
     positions = len(image) * (math.prod(stride) if len(stride) > 1 else stride[0] ** (image.dim() - 2))
-    return (_image(image) // max(1, positions) + _BLOCK * _BLOCK) * torch.get_num_threads()
+    return (_image(image) // max(1, positions) + WIDE_BLOCK**2) * torch.get_num_threads()
 
 
 def _image(image: torch.Tensor) -> int:
-    return 0 if image.shape[1] <= _PLAIN_CHANNELS else _in_blocks(image)
+    return 0 if image.shape[1] <= PLAIN_CHANNELS else in_blocks(image, 1)
 
 
 def _filters(filters: torch.Tensor, groups: int, image: torch.Tensor) -> int:
     """With groups, or with few channels, the filters' second dim is not padded."""
-    return _in_blocks(filters, (0, 1) if groups == 1 and image.shape[1] > _PLAIN_CHANNELS else (0,))
-
-
-def _in_blocks(tensor: torch.Tensor, channel_dims: tuple[int, ...] = (1,)) -> int:
-    """Bytes with the channels padded to whole blocks."""
-    shape = [-(-n // _BLOCK) * _BLOCK if dim in channel_dims else n for dim, n in enumerate(tensor.shape)]
-    return math.prod(shape) * tensor.element_size()
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return int(tensor.numel()) * tensor.element_size()
+    return in_blocks(filters, *((0, 1) if groups == 1 and image.shape[1] > PLAIN_CHANNELS else (0,)))
