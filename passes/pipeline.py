@@ -14,6 +14,7 @@ from autopar.passes.decide import assign
 from autopar.passes.localise import localise
 from autopar.passes.lower import lower_reshards
 from autopar.passes.merge_blocks import merge_blocks
+from autopar.passes.overlap import overlap
 from autopar.passes.own_parts import own_parts
 from autopar.passes.partition import partition
 from autopar.passes.propagate import Assignment
@@ -83,6 +84,7 @@ def _lowering(joint: JointGraph, plan: Plan) -> _Passes:
 
 
 _SCHEDULING: _Passes = [
+    ("overlap", overlap),
     ("sink_waits", sink_waits),
     ("prefetch_parameters", prefetch_parameters),
     ("bound_reductions", bound_reductions),

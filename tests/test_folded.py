@@ -200,8 +200,9 @@ def test_a_sample_of_units_costs_what_the_whole_program_costs(name: str) -> None
                 replace(unfold(some), folded=some), whole_plan(plan, sample.runs, sample.splits), check=False
             )
             full = simulate(rewrite(whole, whole_plan(plan, folded.runs, split), check=False), Cluster.parse(cluster))
-            # Buckets of small collectives have other members, and are awaited elsewhere.
-            check(full, simulate(program, Cluster.parse(cluster), copies=Copies.of(sample.standing)), 0.01, 0.003)
+            # Buckets of small collectives have other members, and are awaited elsewhere: what products for weights
+            # keep alive until then is a bucket of 8 MiB more or less.
+            check(full, simulate(program, Cluster.parse(cluster), copies=Copies.of(sample.standing)), 0.01, 0.004)
 
 
 @pytest.mark.parametrize("name", slow(["gpt2", "llama"], "llama"))

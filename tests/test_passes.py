@@ -19,11 +19,13 @@ from tiny_models import Mlp, TinyGpt, token_batch
 from torch import Tensor, fx, nn
 
 from autopar._compat import OpOverload
+from autopar.cluster import Cluster
+from autopar.cost_model.simulate import simulate
 from autopar.errors import PlanError
 from autopar.factors import FactorAnalysis, analyse
 from autopar.graph import InputKind, OutputKind, describe_value
 from autopar.mesh import Mesh
-from autopar.passes import coalesce
+from autopar.passes import coalesce, overlap
 from autopar.passes.decompose import DECOMPOSITIONS, Writer
 from autopar.passes.lower import is_uneven
 from autopar.passes.pipeline import rewrite
@@ -349,6 +351,43 @@ def test_megatron_has_two_all_reduces_a_block_and_pass(gpt: Subject, num_ranks: 
         for block in in_block(program, backward):
             assert [(c.kind, c.num_bytes) for c in block] == [("all_reduce", ACTIVATION_BYTES)] * 2
     assert {c.axis for c in program.collectives()} == {"tp"}
+
+
+def hidden_products(program: LocalProgram) -> list[int]:
+    """For each all-reduce of activations in the backward pass the products that run between its start and its wait."""
+    assert program.backward is not None
+    found, nodes = [], list(program.backward.module.graph.nodes)
+    for i, node in enumerate(nodes):
+        if COLLECTIVE_KINDS.get(node.target) == "all_reduce" and node.meta["bytes"] == ACTIVATION_BYTES:
+            (wait,) = node.users
+            found.append(sum(n.target in (aten.mm.default, aten.bmm.default) for n in nodes[i : nodes.index(wait)]))
+    return found
+
+
+def test_products_for_weights_run_while_activations_gradients_are_summed(
+    gpt: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = program_of(gpt, "tp", 4)
+    hidden = hidden_products(program)
+    assert len(hidden) == 2 * len(BLOCKS) + 1  # and where the vocabulary is cut
+    assert min(hidden) >= 1
+    monkeypatch.setattr(overlap, "MOST_HELD", -1)
+    plain = program_of(gpt, "tp", 4)
+    assert set(hidden_products(plain)) == {0}
+    names = [sorted(n.name for n in p.backward.module.graph.nodes) for p in (plain, program)]  # type: ignore[union-attr]
+    assert names[0] == names[1]
+
+
+def test_what_is_computed_meanwhile_keeps_no_more_than_the_collective_allows(
+    gpt: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room what runs meanwhile reads only what is there anyway, so that nothing lives longer."""
+    peaks = []
+    for room in (-1, 0, overlap.MOST_HELD):
+        monkeypatch.setattr(overlap, "MOST_HELD", room)
+        program = program_of(gpt, "tp", 4)
+        peaks.append(simulate(program, Cluster.parse("4xA100-80GB"), "sgd").memory.total)
+    assert peaks[0] == peaks[1] <= peaks[2] <= peaks[0] + overlap.MOST_HELD * ACTIVATION_BYTES
 
 
 def test_the_loss_is_summed_over_the_vocabulary_twice(gpt: Subject) -> None:
