@@ -23,7 +23,7 @@ from autopar.cost_model.simulate import Simulation
 from autopar.errors import InfeasibleBudgetError, PlanError
 from autopar.graph import JointGraph
 from autopar.infeasible import feasible_gb, infeasible
-from autopar.layout_search import OPTIONS, SLACK, LayoutSearch, Option
+from autopar.layout_search import OPTIONS, SLACK, LayoutSearch, Option, Priced
 from autopar.layouts import MODES, find_layouts, storages
 from autopar.mesh import parse_shape
 from autopar.passes import coalesce
@@ -69,15 +69,14 @@ class Remembering(Compiler):
     """A compiler that simulates equal plans once, so that brute force pays only for what the planner left out."""
 
     def simulation(self, joint: JointGraph, plan: Plan) -> Simulation:
-        return self._simulate(joint, plan, ())
+        return self._priced_as(joint, plan, ()).simulation
 
-    def _simulate(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Simulation:
+    def _priced_as(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Priced:
         key = (plan.mesh, plan.factors, tuple(plan.storage.items()), frozenset(plan.recompute.items()), splits)
         known = self.__dict__.setdefault("known", {})
         if (key, plan.delay_reduction) not in known:
-            known[key, plan.delay_reduction] = super()._simulate(joint, plan, splits)
-        simulation: Simulation = known[key, plan.delay_reduction]
-        return simulation
+            known[key, plan.delay_reduction] = super()._priced_as(joint, plan, splits)
+        return replace(known[key, plan.delay_reduction], plan=plan)
 
 
 def planning(model: nn.Module, inputs: tuple[Tensor, ...], cluster: str, mesh: str) -> tuple[Remembering, JointGraph]:
