@@ -150,7 +150,8 @@ def compare(
 
     With `num_steps`, both sides then take so many steps of AdamW on the same batch, each by its own gradients, and
     everything is compared again, parameters too.  The optimizer works entry by entry, and a gradient lies as its
-    parameter does (which is checked), so that the whole tensors stand for the ranks' parts here.
+    parameter does (which is checked), so that the whole tensors stand for the ranks' parts here.  Where the single
+    device has no gradient and the program's is zero, neither takes the step, and the report says for which parameters.
 
     Raises:
         BatchError: if the batch cannot be cut over the ranks.
@@ -167,6 +168,7 @@ def compare(
         if spec.kind in (InputKind.PARAM, InputKind.BUFFER, InputKind.INPUT)
     }
     single, errors = Reference(model, joint, args, kwargs, values), {}
+    unstepped: dict[str, None] = {}
     ours, theirs = (_Optimizer(side) for side in (values, single.values))
     for step in range(num_steps + 1):
         expected = single.step()
@@ -178,6 +180,8 @@ def compare(
             errors.update(differences(values, results, expected, f" after {step} steps" if step else ""))
         if step < num_steps:
             gradients = {path: value for (kind, path), value in results.items() if kind is OutputKind.GRADIENT}
+            for path in _zero_for_none(gradients, expected.gradients):
+                gradients[path], unstepped[path] = None, None
             noise = NOISE * _scale(single.values, expected.gradients)
             ours.step(_without_noise(gradients, expected.gradients, noise))
             ours.keep({path: value for (kind, path), value in results.items() if kind is OutputKind.MUTATION})
@@ -186,9 +190,8 @@ def compare(
     if num_steps:
         errors.update(_parameter_differences(values, single.values, num_steps))
     worst = max(errors, key=errors.__getitem__)
-    return VerifyReport(
-        errors[worst] <= TOLERANCE, errors[worst], worst, errors, plan, sharded_flops_fraction(joint, program)
-    )
+    fraction, note = sharded_flops_fraction(joint, program), _unstepped_note(list(unstepped))
+    return VerifyReport(errors[worst] <= TOLERANCE, errors[worst], worst, errors, plan, fraction, note)
 
 
 def _check_has_numbers(expected: SingleDevice, step: int) -> None:
@@ -280,6 +283,18 @@ def _without_noise(
         if gradient is not None and reference is not None:
             out[path] = torch.where((reference.abs() < noise) & (gradient.abs() < noise), reference, gradient)
     return out
+
+
+def _zero_for_none(found: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]) -> list[str]:
+    """Parameters with a gradient of zeros, where the single device, in whose step nothing reached them, has none."""
+    return [path for path, g in found.items() if g is not None and expected.get(path) is None and not g.any()]
+
+
+def _unstepped_note(paths: list[str]) -> str:
+    if not paths:
+        return ""
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return f"without the steps of {paths[0]}{more} in which the gradient is zero here and None on the single device"
 
 
 def _scale(values: Mapping[GraphInput, torch.Tensor], gradients: Mapping[str, torch.Tensor | None]) -> float:

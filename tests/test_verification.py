@@ -371,6 +371,28 @@ def test_what_modules_hold_beside_parameters_is_compared_in_float64_too(strategy
     assert model.turn.dtype == torch.float32
 
 
+class Branches(nn.Module):
+    """Of two layers, takes one, by a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) if x.sum() > 1e9 else self.right(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*depends? on values of tensors")
+def test_a_parameter_that_nothing_reaches_takes_no_step_and_is_named() -> None:
+    """Its gradient is zero, and the single device has none: a step would only decay it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), Branches(), nn.Linear(12, 12))
+    report = verify(model, "zero3", torch.randn(8, 12), mesh=4, num_steps=2)
+    assert report.ok, str(report)
+    assert "without the steps of 1.left.weight and 1 more in which the gradient is zero here" in str(report)
+    assert not verify(model, "zero3", torch.randn(8, 12), mesh=4).note
+
+
 def test_verify_takes_plans_and_names_only() -> None:
     with pytest.raises(InputError, match="verify takes a plan or a strategy's name, got None"):
         verify(Mlp(), None, torch.ones(4, 12))  # type: ignore[arg-type]
