@@ -35,8 +35,9 @@ def trace_error(
     if (read := value_read(error)) is not None:
         kind, op = read
         if reads_itself(error):
-            function = _functions(error)[-1]
-            kind, op = "op", resolve_name(function) or getattr(function, "__name__", repr(function))
+            kind, op = "op", _name(_functions(error)[-1])
+        elif kind == "condition" and (sized := _asks_for_sizes(error)):
+            kind, op = "shape asked for", sized
         what, way_out = _READS[kind]
         if in_library:
             way_out = f"{_IN_LIBRARY}. In code of your own: {way_out[0].lower()}{way_out[1:]}"
@@ -105,6 +106,18 @@ def reads_itself(error: BaseException) -> bool:
     return is_value_missing(error) and bool(functions) and not reads_values(functions[-1])
 
 
+def _asks_for_sizes(error: BaseException) -> str:
+    """The function of PyTorch's whose own code, not the model's, asks how many elements it is given; empty if none."""
+    functions = _functions(error)
+    return _name(functions[-1]) if functions and not reads_values(functions[-1]) else ""
+
+
+def _name(function: Any) -> str:
+    if function is torch.autograd.grad:
+        return "the backward pass"
+    return str(resolve_name(function) or getattr(function, "__name__", repr(function)))
+
+
 def _functions(error: BaseException) -> list[Any]:
     """The functions of PyTorch's that were being called where an exception was raised, outermost first."""
     code = KnownValues.__torch_function__.__code__
@@ -116,6 +129,11 @@ _IN_LIBRARY = (
     " (labels, say) and compute that part yourself"
 )
 
+_KEEP_EVERY = (
+    "Keep every element and give those that are not selected the weight 0 (torch.where(mask, y, 0).sum() / mask.sum());"
+    " count with one_hot(x, n).sum(0); take a fixed number (topk); give repeat_interleave its output_size"
+)
+
 _READS = {
     "condition": (
         "an `if`, `while` or `assert` asks for one",
@@ -123,20 +141,19 @@ _READS = {
         " the numbers do not need goes under `if not torch.compiler.is_compiling():`",
     ),
     "number": (
-        "a Python number is made of one, as .item(), .tolist(), int(), range() and sizes do",
+        "a Python number is made of one, as .item(), .tolist(), int(), len(), range() and sizes do",
         "Keep it a tensor: multiply by it, index by it, or loop to a fixed bound and mask what is beyond"
-        " (torch.arange(bound) < n)",
+        " (torch.arange(bound) < n); divide by x[mask].shape[0] or mask.sum(), not by len(x[mask])",
     ),
     "op": (
         "{op} reads them itself",
         "Give it what it looks for (one_hot its num_classes), use a function that takes a tensor where this one takes a"
         " number, or write it in sums, products and torch.where",
     ),
-    "shape": (
-        "they say how many elements {op} gives, as a mask does when it is an index",
-        "Keep every element and give those that are not selected the weight 0 (torch.where(mask, y, 0).sum() /"
-        " mask.sum()); count with one_hot(x, n).sum(0); take a fixed number (topk); give repeat_interleave its"
-        " output_size",
+    "shape": ("they say how many elements {op} gives, as a mask does when it is an index", _KEEP_EVERY),
+    "shape asked for": (
+        "they say how many elements there are, as a mask does when it is an index, and {op} asks for that number",
+        _KEEP_EVERY,
     ),
     "numpy": ("numpy reads them", "Use the function of torch that does the same"),
     "text": (

@@ -395,6 +395,7 @@ def test_what_cannot_be_followed_is_named(case: str) -> None:
     message = str(caught.value)
     assert "depends on the values of a tensor" in message
     assert __file__ in message
+    assert "an `if`" not in message  # there is none: PyTorch's own code asks how many rows there are
     said = rf"is followed as all rows and which of them count, but not through {name}[^:]*: the root module"
     assert re.search(said, message), message
 
@@ -402,7 +403,7 @@ def test_what_cannot_be_followed_is_named(case: str) -> None:
 @pytest.mark.parametrize(
     ("use", "reason"),
     [
-        (lambda s, y, labels, mask: y.sum() / len(y[mask]), "a Python number is made of one"),
+        (lambda s, y, labels, mask: y.sum() / len(y[mask]), "a Python number .*, not by len"),
         (lambda s, y, labels, mask: y[mask].sum() * (1 / y[mask].shape[0]), "a Python number is made of one"),
         (lambda s, y, labels, mask: y.sum() if y[mask].numel() > 0 else y.mean(), "an `if`, `while` or `assert` asks"),
         (lambda s, y, labels, mask: y.sum() if y[mask].shape == y.shape else y.mean(), "an `if`, `while` or `assert`"),
