@@ -181,15 +181,28 @@ def _graph_output(desc: AOTOutput, flat: FlatModule) -> GraphOutput:
     raise TraceError(f"the traced graph has an output of a kind that autopar does not know: {desc}")
 
 
+class ChangedError(TraceError):
+    """The model changes an input or a parameter in place.
+
+    Attributes:
+        changed: which.
+    """
+
+    def __init__(self, changed: GraphInput, place: str = "") -> None:
+        self.changed = changed
+        is_input, at = changed.kind is InputKind.INPUT, f", in {place}" if place else ""
+        super().__init__(
+            f"the model changes its {'input' if is_input else 'parameter'} {changed.path} in place{at}: let it change a"
+            " copy (x = x.clone()), or keep what changes in a buffer"
+            f"{'' if is_input else ', or change it after the step of the optimizer, outside of forward'}"
+        )
+
+
 def _mutated_buffer(desc: InputMutationAOTOutput, flat: FlatModule) -> str:
     mutated = _graph_input(desc.mutated_input, flat)
     if mutated.kind is InputKind.BUFFER:
         return mutated.path
-    noun = "input" if mutated.kind is InputKind.INPUT else "parameter"
-    raise TraceError(
-        f"the model changes its {noun} {mutated.path} in place: let it change a copy (x = x.clone()), or keep what"
-        " changes in a buffer"
-    )
+    raise ChangedError(mutated)
 
 
 def copied(copy: fx.Node) -> fx.Node:

@@ -17,11 +17,11 @@ import torch
 from torch import fx, nn
 
 from autopar._compat import FakeMaker, FakeTensorMode, KnownOps, as_captured, capture_joint, new_fake_mode, value_read
-from autopar.captured import Captured, captured_by_aot, has_symbol, joint_graph, pairs_selected
+from autopar.captured import Captured, ChangedError, captured_by_aot, has_symbol, joint_graph, pairs_selected
 from autopar.errors import AutoparError, InputError, TraceError
 from autopar.flat_module import FlatModule
 from autopar.fold import find_runs, find_stacks, held_only, is_unmoved
-from autopar.graph import JointGraph
+from autopar.graph import GraphInput, JointGraph
 from autopar.graph_writer import GraphWriter, UnwritableError
 from autopar.known_values import ActingError, KnownValues
 from autopar.model_state import ModelState
@@ -38,7 +38,15 @@ from autopar.signature import (
     find_batch_dims,
     flatten_inputs,
 )
-from autopar.trace_errors import acting_error, reads_itself, trace_error, unfollowed_error
+from autopar.trace_errors import (
+    StopsAtWrite,
+    WrittenError,
+    acting_error,
+    place_of,
+    reads_itself,
+    trace_error,
+    unfollowed_error,
+)
 from autopar.unfold import check_unfolds, whole_names
 
 _LOGGER = logging.getLogger(__name__)
@@ -196,12 +204,30 @@ class _Call:
             if error.__cause__ is not None and value_read(error.__cause__):
                 self._refuse_reading_op(state)
             raise
-        joint = joint_graph(captured_by_aot(captured, flat), flat, self.batch_dims)
+        try:
+            joint = joint_graph(captured_by_aot(captured, flat), flat, self.batch_dims)
+        except ChangedError as error:
+            raise ChangedError(error.changed, self._place_of_change(state, error.changed)) from None
         if any(has_symbol(node.meta.get("val")) or pairs_selected(node) for node in joint.module.graph.nodes):
             # Values of tensors became symbols.  Trace again with such reads forbidden, only to learn where they are.
             self._capture(state, allow_value_reads=False)
             raise TraceError("the model's shapes or scalars depend on the values of tensors, so it is no single graph")
         return joint
+
+    def _place_of_change(self, state: ModelState, changed: GraphInput) -> str:
+        """Where the model's code first changes a tensor in place; empty if no call of a function does."""
+        flat, mode = self._flat(state), new_fake_mode(known=self.known)
+        inputs = self._fakes(state, mode)
+        try:
+            with self._grad_mode(), as_captured(mode), mode, StopsAtWrite(inputs[flat.inputs.index(changed)]):
+                flat.run(*inputs)
+        except WrittenError as error:
+            return place_of(error, state.paths)
+        except Exception as error:  # noqa: BLE001  (values that this fake mode does not have: the name must do)
+            _LOGGER.debug("no place of a change found: %s", error)
+        finally:
+            state.restore()
+        return ""
 
     def _refuse_reading_op(self, state: ModelState) -> None:
         """Raise where a function of PyTorch's reads a value: what fails is only what it does with the value then."""

@@ -10,9 +10,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch.overrides import resolve_name
+from torch.overrides import TorchFunctionMode, resolve_name
 
-from autopar._compat import is_value_missing, value_read
+from autopar._compat import is_value_missing, value_read, version_of
 from autopar.captured import ACTING
 from autopar.errors import TraceError
 from autopar.known_values import KnownValues, reads_values
@@ -72,6 +72,30 @@ def unfollowed_error(refused: TraceError, error: BaseException | None, paths: Ma
         f"{refused}. What a mask selects is followed as all rows and which of them count, but not through {what}:"
         f" {_place(error, paths)[0]}"
     )
+
+
+def place_of(error: BaseException, paths: Mapping[int, str]) -> str:
+    """The module of the model and the line that an exception came from."""
+    return _place(error, paths)[0]
+
+
+class WrittenError(Exception):
+    """A tensor was written to, in the call that raises this."""
+
+
+class StopsAtWrite(TorchFunctionMode):
+    """While it is active, a call that writes to a tensor in place is a `WrittenError`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor, self._version = tensor, version_of(tensor)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        version, self._version = self._version, version_of(self._tensor)
+        if version != self._version:  # once, and not again in what is called on the way out
+            raise WrittenError
+        return result
 
 
 def _place(error: BaseException, paths: Mapping[int, str]) -> tuple[str, bool]:

@@ -772,7 +772,9 @@ def test_changing_an_input_in_place_is_refused() -> None:
         def forward(self, batch: dict[str, Tensor]) -> Tensor:
             return self.linear(change(batch["x"]))
 
-    with pytest.raises(TraceError, match=r"changes its input 0\.x in place: let it change a copy"):
+    with pytest.raises(
+        TraceError, match=r"changes its input 0\.x in place, in the root .*`return x\.add_\(1\)`\): let it"
+    ):
         trace(Changes(), ({"x": torch.ones(2, 4)},), {})
 
 
@@ -788,8 +790,13 @@ def test_changing_a_parameter_is_refused() -> None:
             self.weight = nn.Parameter(self.weight * 2)
             return super().forward(x)
 
-    with pytest.raises(TraceError, match="changes its parameter weight in place"):
+    with pytest.raises(
+        TraceError, match=r"weight in place, in the root module, .*`self\.weight\.clamp_.*the optimizer"
+    ):
         trace(Clamps(4, 4), (torch.ones(2, 4),), {})
+    inner = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 4))  # which PyTorch's own code does
+    with pytest.raises(TraceError, match=r"parameter 0\.weight in place, in module 0:"):
+        trace(inner, (torch.ones(2, dtype=torch.long),), {})
     with pytest.raises(TraceError, match="replaces parameter weight by another tensor"):
         trace(Replaces(4, 4), (torch.ones(2, 4),), {})
 
