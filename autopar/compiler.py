@@ -272,7 +272,7 @@ class Compiler:
             if budget is None or search.is_small:
                 found = [*named.everything(), *search.everything()]
                 return [*found, *self._more_frugal(joint, found)]
-            simulated = named.within(budget, lambda: search.foothold_s(budget))
+            simulated = named.within(budget)
             found = [*simulated, *search.within(budget, simulated)]
             fits = any(p.simulation.memory.total <= budget for p in found)
             return found if fits else [*found, *self._more_frugal(joint, found)]
@@ -289,7 +289,7 @@ class Compiler:
     def _searched(self, joint: JointGraph, price: Price) -> tuple[Named, Search]:
         """What is searched for the best plan of a graph."""
         copies = Copies.of(stand_ins(joint.runs, even_splits(joint.runs)))
-        bounds = Bounds(joint, self.cluster, find_optimizer(self.optimizer), copies)
+        bounds = Bounds(joint, self.cluster, find_optimizer(self.optimizer), copies, self.accumulate)
         named = Named(joint, list(self._named_plans(joint)), price, bounds)
         return named, Search(joint, self.sizes, self.cluster.ranks_per_node, price, bounds)
 

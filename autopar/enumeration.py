@@ -23,7 +23,7 @@ Counts = NDArray[np.int64]
 FEW = 400
 """Up to so many choices in all are listed, whether or not others beat them."""
 
-MAX_ROWS = 4_000_000
+MAX_ROWS = 16_000_000
 """Up to so many choices are looked at; beyond, a solver is faster."""
 
 MANY = 5

@@ -88,6 +88,7 @@ class LayoutSearch:
         modes = MODES if len(self.layout.storage_axes) > 1 else MODES[:-1]  # along one axis, that is all of them
         options = (option for option in OPTIONS if option.mode in modes)
         self.choosable = tuple(o for o in options if trains or (o.level is None and o.mode != "kept"))
+        self._uniform: dict[str, Plan] = {}
         self._known_shares: dict[Option, dict[str, _Share]] = {}
         self._problems: dict[tuple[Option, ...], tuple[list[list[_Member]], Problem]] = {}
         self.regions = find_regions(self.joint)
@@ -116,6 +117,12 @@ class LayoutSearch:
             if options[part].full_in in self.inner.get(region, ()):
                 levels[f"{region}.{options[part].full_in}"] = "full"
         return self.layout.plan(storage, levels)
+
+    def uniform(self, mode: str) -> Plan:
+        """The plan whose parameters all rest in one way; nothing is recomputed."""
+        if mode not in self._uniform:
+            self._uniform[mode] = self.plan(dict.fromkeys(self.parts, Option(mode, None)))
+        return self._uniform[mode]
 
     def option_sets(self, finer: bool) -> tuple[tuple[Option, ...], ...]:
         """What the solve chooses among, once or, if it is `finer`, twice: what is `choosable`, and with it options that
@@ -166,10 +173,10 @@ class LayoutSearch:
         """The ways for parameters to rest."""
         return tuple(dict.fromkeys(option.mode for option in self.choosable))
 
-    def bound_s(self, modes: Sequence[str]) -> float:
-        """What no plan whose parameters rest in these ways is estimated to undercut, from fewer simulations than the
-        solve takes: each part's least time with nothing recomputed."""
-        shares = [self._shares(Option(mode, None)) for mode in modes]
+    def bound_s(self) -> float:
+        """What no plan of the layout is estimated to undercut, from fewer simulations than the solve takes: each part's
+        least time with nothing recomputed."""
+        shares = [self._shares(Option(mode, None)) for mode in self.modes]
         return sum(
             self.num_units.get(part, 1) * min(share[part].cost.time_s for share in shares) for part in self.parts
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -52,12 +52,8 @@ class Named:
             self._simulate(position)
         return self._simulated()
 
-    def within(self, budget: int, foothold: Callable[[], float]) -> list[Priced]:
-        """Those of them, simulated, among which the fastest is that fits a budget in bytes, if one fits and no other
-        plan is known to be faster.
-
-        `foothold` looks for another plan that fits, for when none of these does, and gives its seconds.
-        """
+    def within(self, budget: int) -> list[Priced]:
+        """Those of them, simulated, among which the fastest is that fits a budget in bytes, if one fits."""
         fastest_s = math.inf
         for position in sorted(range(len(self.plans)), key=lambda i: self._least[i].least_s):
             one = self._least[position]
@@ -66,8 +62,6 @@ class Named:
             simulation = self._simulate(position).simulation
             if simulation.memory.total <= budget:
                 fastest_s = min(fastest_s, simulation.step_time_s)
-            elif fastest_s == math.inf:
-                fastest_s = foothold()
         return self._simulated()
 
     @property
@@ -77,8 +71,7 @@ class Named:
 
     @cached_property
     def _least(self) -> list[LeftOut]:
-        times = [self.bounds.time_s(plan.mesh, plan.factors) for plan in self.plans]
-        return [LeftOut(plan, s, self.bounds.num_bytes(plan)) for plan, s in zip(self.plans, times, strict=True)]
+        return [LeftOut(plan, self.bounds.time_s(plan), self.bounds.num_bytes(plan)) for plan in self.plans]
 
     def _simulate(self, position: int) -> Priced:
         if position not in self._priced:

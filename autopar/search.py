@@ -13,6 +13,7 @@ which are optimistic: what hides a collective is shared, and each region counts 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,7 +32,7 @@ NUM_FASTEST, NUM_SMALLEST = 4, 2
 have that plan only."""
 
 NUM_FOOTHOLDS = 2
-"""Layouts of which a first plan that fits is looked for."""
+"""Layouts of which a plan that fits is looked for before others."""
 
 NUM_REFINED = 2
 """Of the fastest, layouts for which modules inside of blocks get options of their own."""
@@ -55,6 +56,7 @@ class Search:
     price: Price
     bounds: Bounds
     _searches: dict[Layout, LayoutSearch] = field(default_factory=dict)
+    _known_bounds: dict[tuple[Layout, int], float] = field(default_factory=dict)
 
     def everything(self) -> list[Priced]:
         """Plans of all layouts from the fastest to the smallest, simulated; in no order.
@@ -82,7 +84,7 @@ class Search:
     def _as_budgets_find(self) -> list[Priced]:
         """What is simulated; but of layouts that no budget looks at as long as others fit, only first plans and those
         that are smaller than the others'.  So step time against memory is what planning under each budget gives."""
-        first = {id(one.simulate(BASE)) for one in self._kinds()}
+        first = {id(one.simulate(BASE)) for one in self._kinds(sys.maxsize, lambda: math.inf)}
         late = [p for one in self._most_frugal() for p in one.priced.values() if id(p.simulation) not in first]
         known = set(map(id, late))
         others = [p for p in self._simulated() if id(p) not in known]
@@ -121,17 +123,30 @@ class Search:
         def fastest_s() -> float:
             return _fastest_s([*known, *self._simulated()], budget)
 
-        self._run_within(budget, self._worth_searching(fastest_s), fastest_s)
+        if fastest_s() == math.inf:
+            self._run_foothold(budget, fastest_s)
+        self._run_within(budget, self._worth_searching(budget, fastest_s), fastest_s)
         if fastest_s() == math.inf:
             self._run_within(budget, [(one, False) for one in self._most_frugal()], fastest_s)
         return self._simulated()
+
+    def _run_foothold(self, budget: int, fastest_s: Callable[[], float]) -> None:
+        """Simulate a plan that fits and may be nearly the fastest, so that little else is worth a look: of the layout
+        with the lowest bound, all with one option that recomputes no more than it must."""
+        for one in sorted(self._all_kinds, key=lambda search: self._bound_s(search, budget))[:NUM_FOOTHOLDS]:
+            mode = min(one.modes, key=lambda mode: self.bounds.within_s([one.uniform(mode)], budget))
+            for option in (option for option in one.choosable if option.mode == mode):
+                if option.level is not None or self.bounds.num_bytes(one.uniform(mode)) <= budget:
+                    one.simulate(option)
+                if fastest_s() < math.inf:
+                    return
 
     def _run_within(
         self, budget: int, searches: Iterable[tuple[LayoutSearch, bool]], fastest_s: Callable[[], float]
     ) -> None:
         """Simulate what the solves of some layouts propose that may fit, and be faster than `fastest_s` by then."""
-        for one, finer in searches:
-            if one.simulate(BASE).compute_s >= fastest_s() or self._least_s(one, budget, fastest_s()) >= fastest_s():
+        for one, finer in sorted(searches, key=lambda search: self._bound_s(search[0], budget)):
+            if self._bound_s(one, budget) >= fastest_s() or self._least_s(one, budget) >= fastest_s():
                 continue
             for options in one.option_sets(finer):
                 too_short = 1.0  # estimates of a layout are off by about the same
@@ -139,30 +154,6 @@ class Search:
                     if time_s * max(1.0, too_short * (1 - SLACK / 4)) >= fastest_s():
                         break
                     too_short = one.run(*chosen).step_time_s / time_s
-
-    def _least_s(self, search: LayoutSearch, budget: int, fastest_s: float) -> float:
-        """What no plan of a layout is estimated to undercut within a budget, from as few simulations as tell whether
-        that is more than `fastest_s`: of parameters that rest in ways which do not fit there can be few."""
-        modes = search.modes
-        plans = {mode: search.plan(dict.fromkeys(search.parts, Option(mode, None))) for mode in modes}
-        sizes = {mode: self.bounds.num_bytes(plan) for mode, plan in plans.items()}
-        fitting = [mode for mode in modes if sizes[mode] <= budget]
-        if fitting and len(fitting) < len(modes):
-            most = max(budget / size for size in sizes.values() if size > budget)
-            as_fitting_s = search.bound_s(fitting)
-            least_s = as_fitting_s - most * max(0.0, as_fitting_s - self._bound_s(search))
-            if least_s >= fastest_s:
-                return least_s
-        return search.bound_s(modes)
-
-    def foothold_s(self, budget: int) -> float:
-        """The step time of a plan of a large graph that fits a budget in bytes, found with few simulations: one of the
-        layouts that may be the fastest, with all cut and computed again.  Infinite if those do not fit."""
-        for one in sorted(self._all_kinds, key=self._bound_s)[:NUM_FOOTHOLDS]:
-            one.simulate(one.choosable[-1])
-            if (found := _fastest_s(self._simulated(), budget)) < math.inf:
-                return found
-        return math.inf
 
     @property
     def _effort(self) -> int:
@@ -173,13 +164,26 @@ class Search:
         """Whether all layouts are searched, whatever the budget."""
         return self._effort <= SMALL_NODES
 
-    def _bound_s(self, search: LayoutSearch) -> float:
-        return self.bounds.time_s(search.layout.mesh, search.layout.factors)
+    def _bound_s(self, search: LayoutSearch, budget: int) -> float:
+        """What no plan of a layout is estimated to undercut within a budget."""
+        key = search.layout, budget
+        if key not in self._known_bounds:
+            self._known_bounds[key] = self.bounds.within_s([search.uniform(mode) for mode in search.modes], budget)
+        return self._known_bounds[key]
 
-    def _may_beat(self, searches: Iterable[LayoutSearch], fastest_s: Callable[[], float]) -> Iterator[LayoutSearch]:
+    def _least_s(self, search: LayoutSearch, budget: int) -> float:
+        """The same from fewer simulations than the solve takes: of a plan for each way to rest.  The bound falls short
+        of all of the layout's plans at least by as much as of the one to which it comes nearest."""
+        plans = {mode: search.uniform(mode) for mode in search.modes}
+        short = min(search.simulate(Option(mode, None)).step_time_s / self.bounds.time_s(plans[mode]) for mode in plans)
+        return max(search.bound_s(), self._bound_s(search, budget) * short)
+
+    def _may_beat(
+        self, searches: Iterable[LayoutSearch], budget: int, fastest_s: Callable[[], float]
+    ) -> Iterator[LayoutSearch]:
         """Those whose layouts may have a faster plan, as far as their bounds tell, the most promising first."""
-        for one in sorted(searches, key=self._bound_s):
-            if self._bound_s(one) * (1 + SLACK) < fastest_s():
+        for one in sorted(searches, key=lambda search: self._bound_s(search, budget)):
+            if self._bound_s(one, budget) < fastest_s():
                 yield one
 
     @cached_property
@@ -208,33 +212,33 @@ class Search:
         """All layouts, or of a large graph one of each kind."""
         return self._of(self._layouts if self.is_small else _one_of_each_kind(self._layouts))
 
-    def _kinds(self, fastest_s: Callable[[], float] = lambda: math.inf) -> list[LayoutSearch]:
-        """Of all kinds those that may be worth a simulation, if a plan is known that takes `fastest_s`."""
+    def _kinds(self, budget: int, fastest_s: Callable[[], float]) -> list[LayoutSearch]:
+        """Of all kinds those that may be worth a simulation within a budget, if a plan is known that takes
+        `fastest_s`."""
         if self.is_small:
             return self._all_kinds
         worth: list[LayoutSearch] = []
-        for one in self._may_beat((one for one in self._all_kinds if any(one.layout.factors)), fastest_s):
+        for one in self._may_beat((one for one in self._all_kinds if any(one.layout.factors)), budget, fastest_s):
             one.simulate(BASE)
             worth.append(one)
-        whole = list(self._may_beat((one for one in self._all_kinds if not any(one.layout.factors)), fastest_s))
-        first = min((one.simulate(BASE) for one in worth), key=lambda s: s.step_time_s, default=None)
-        # Where nothing is cut a rank computes what all of them do otherwise, if perhaps twice as well.
-        is_slower = first is not None and first.step_time_s < first.compute_s * math.prod(self.sizes) / 2
-        return worth if is_slower else worth + whole
+        whole = (one for one in self._all_kinds if not any(one.layout.factors))
+        return [*worth, *self._may_beat(whole, budget, fastest_s)]
 
-    def _bases(self, fastest_s: Callable[[], float]) -> list[LayoutSearch]:
+    def _bases(self, budget: int, fastest_s: Callable[[], float]) -> list[LayoutSearch]:
         """The layouts of which at least a first plan is simulated."""
-        kinds = self._kinds(fastest_s)
+        kinds = self._kinds(budget, fastest_s)
         if self.is_small:
             return kinds
         unbeaten, known = {one.layout.name for one in _unbeaten(kinds)}, {one.layout for one in kinds}
         others = self._of(one for one in self._layouts if one.name in unbeaten and one not in known)
-        return kinds + list(self._may_beat(others, fastest_s))
+        return kinds + list(self._may_beat(others, budget, fastest_s))
 
-    def _worth_searching(self, fastest_s: Callable[[], float] = lambda: math.inf) -> list[tuple[LayoutSearch, bool]]:
+    def _worth_searching(
+        self, budget: int = sys.maxsize, fastest_s: Callable[[], float] = lambda: math.inf
+    ) -> list[tuple[LayoutSearch, bool]]:
         """The layouts whose options are searched, the fastest first, and whether modules inside of blocks have options
         of their own."""
-        bases = self._bases(fastest_s)
+        bases = self._bases(budget, fastest_s)
         worth = bases if self.is_small else _unbeaten(bases)
         by_time = sorted(worth, key=lambda s: _least_s(s) if self.is_small else s.simulate(BASE).step_time_s)
         by_memory = sorted(

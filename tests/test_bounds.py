@@ -17,6 +17,7 @@ from autopar.cost_model.folded import Copies
 from autopar.cost_model.optimizers import find_optimizer
 from autopar.explain import CHOSEN
 from autopar.graph import JointGraph
+from autopar.layout_search import LayoutSearch
 from autopar.layouts import MODES, find_layouts, storages
 from autopar.mesh import parse_shape
 from autopar.plan import Plan
@@ -78,7 +79,7 @@ def test_no_plan_undercuts_its_bounds(make: str, cluster: str) -> None:
     bounds, times = bounds_of(compiler, joint), []
     for plan in plans(joint, compiler.cluster.ranks_per_node)[:: 1 if make == "image" else 2]:
         simulation = compiler.price(joint, plan).simulation
-        least_s = bounds.time_s(plan.mesh, plan.factors)
+        least_s = bounds.time_s(plan)
         assert 0 < least_s <= simulation.step_time_s, plan
         assert 0 < bounds.num_bytes(plan) <= simulation.memory.total, plan
         times.append(least_s / simulation.step_time_s)
@@ -115,8 +116,27 @@ def test_recomputing_takes_no_less_than_the_bound() -> None:
             plan, recompute={unit[0]: level for run in joint.runs for unit in (run.units[i] for i in run.held)}
         )
         simulation = compiler.price(joint, again).simulation
-        assert bounds.time_s(again.mesh, again.factors) <= simulation.step_time_s
+        assert bounds.time_s(again) <= simulation.step_time_s
         assert bounds.num_bytes(again) <= simulation.memory.total
+
+
+@pytest.mark.parametrize("cluster", ["4xA100-80GB", "2x2 cpu @ 100mbit"])
+def test_no_plan_of_a_layout_undercuts_its_bound_within_a_budget(cluster: str) -> None:
+    """Of plans with one way to rest and one level everywhere, and of some with two."""
+    compiler, joint = traced("deep", cluster)
+    bounds, price = bounds_of(compiler, joint), compiler._remembering(joint)
+    for layout in find_layouts(joint, (4,), compiler.cluster.ranks_per_node)[::3]:
+        search = LayoutSearch(joint, layout, price)
+        uniform = [search.uniform(mode) for mode in search.modes]
+        for option in search.choosable[::2]:
+            search.simulate(option)
+        search.run({part: search.choosable[i % 2 - 1] for i, part in enumerate(search.parts)})
+        for simulation in [p.simulation for p in search.priced.values()]:
+            budget = simulation.memory.total
+            assert bounds.within_s(uniform, budget) <= simulation.step_time_s, (layout, budget)
+        least = min(p.simulation.memory.total for p in search.priced.values())
+        assert bounds.within_s(uniform, 10 * least) <= bounds.within_s(uniform, least // 2)
+        assert bounds.within_s(uniform, 1) == float("inf")
 
 
 def large(cluster: str, width: int = 1024, mem_gb: float | None = None) -> Compiler:
