@@ -32,7 +32,13 @@ Trace = Callable[[str, fx.GraphModule], None]
 _Passes = Sequence[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]]
 
 
-def rewrite(joint: JointGraph, plan: Plan, after_pass: Trace | None = None, check: bool = True) -> LocalProgram:
+def rewrite(
+    joint: JointGraph,
+    plan: Plan,
+    after_pass: Trace | None = None,
+    check: bool = True,
+    overlaps: bool = True,
+) -> LocalProgram:
     """Rewrite a normalised joint graph under a plan.
 
     Args:
@@ -40,13 +46,16 @@ def rewrite(joint: JointGraph, plan: Plan, after_pass: Trace | None = None, chec
         plan: the plan.
         after_pass: is shown the graph after each pass.
         check: lint the graph after each pass.  Whoever only compares plans can leave it out.
+        overlaps: whether products for weights hide collectives, which stacks that do not reorder a backward pass leave
+            to chance.
 
     Raises:
         PlanError: if the plan does not belong to this graph.
     """
     joint, assignment = assign(joint, plan)
     module = insert_reshards(joint, assignment, plan)
-    module = _run([*_lowering(joint, plan), *_SCHEDULING], module, after_pass, check)
+    overlapping: _Passes = [("overlap", overlap)] if overlaps else []
+    module = _run([*_lowering(joint, plan), *overlapping, *_SCHEDULING], module, after_pass, check)
     whole = _local_graph(joint, assignment, module, plan)
     forward, backward = partition(whole)
     program = LocalProgram(plan.mesh, whole, forward, backward)
@@ -84,7 +93,6 @@ def _lowering(joint: JointGraph, plan: Plan) -> _Passes:
 
 
 _SCHEDULING: _Passes = [
-    ("overlap", overlap),
     ("sink_waits", sink_waits),
     ("prefetch_parameters", prefetch_parameters),
     ("bound_reductions", bound_reductions),
