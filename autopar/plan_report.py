@@ -143,10 +143,10 @@ def _candidate(priced: Priced, best: Priced, budget: int) -> Candidate:
 def _bounded(one: LeftOut, best: Priced, budget: int) -> Candidate:
     least_s, excess = one.least_s, one.least_bytes - budget
     if excess > 0:
-        verdict = f"over the budget by at least {format_bytes(excess)}: what rests, gradients and gathered copies"
+        verdict = f"over the budget by at least {format_bytes(excess)}: what rests, with gradients or what is kept"
     else:
         slower_s = max(0.0, least_s - best.simulation.step_time_s)
-        verdict = f"at least {format_time(slower_s)} slower: its ops alone, and what they wait for"
+        verdict = f"at least {format_time(slower_s)} slower: its ops, what they wait for and what its links carry"
     return Candidate(
         one.plan.strategy, str(one.plan.mesh), least_s, least_s, 0.0, one.least_bytes, verdict, is_bound=True
     )

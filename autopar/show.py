@@ -230,7 +230,7 @@ def _header(plan: Plan) -> str:
     if report.num_searched > len(report.candidates) and report.bound_s > 0:
         gap = report.step_time_s / report.bound_s - 1
         lines.append(
-            f"best of {report.num_searched} plans simulated; within {gap:.0%} of {format_time(report.bound_s)},"
+            f"best of {report.num_searched} plans simulated; {gap:.0%} above {format_time(report.bound_s)},"
             " the least computing of any of them"
         )
     return "\n".join(lines)
