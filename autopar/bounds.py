@@ -12,10 +12,11 @@ gradients.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.bounds_ops import OpTimes, Seconds, Work, WorkOf, add_to, where_parameters_rest
+from autopar.bounds_ops import OpTimes, Seconds, Work, WorkOf, add_to
 from autopar.bounds_storage import Rest, Travels
 from autopar.cluster import Cluster
 from autopar.cost_model.folded import Copies
@@ -65,21 +66,19 @@ class Bounds:
         """Seconds that no plan within so many bytes is estimated to undercut whose parameters rest in part as in one of
         these, which cut the same, and in part as in another; infinite if none fits."""
         found = [self._parts(plan) for plan in plans]
-        if not found:
-            return float("inf")
         work, rests = found[0][0], [rest for _, rest in found]
         alone = [self._within(work, rest, budget) for rest in rests]
         mixed = [
             self._within(work, _mixed(one, other, i / NUM_MIXES), budget)
             for (one, s), (other, t) in itertools.combinations(zip(rests, alone, strict=True), 2)
-            if (s == float("inf")) != (t == float("inf")) or (work.saved and _recomputes(work, one, other, budget))
+            if (s == math.inf) != (t == math.inf) or (work.saved and _recomputes(work, one, other, budget))
             for i in range(1, NUM_MIXES)
         ]
         return min([*alone, *mixed])
 
     def _within(self, work: Work, rest: Rest, budget: int) -> float:
         if max(_at_end(rest), _kept(rest)) > budget:
-            return float("inf")
+            return math.inf
         return self._seconds(work, rest, work.recomputing_s(_kept(rest) + work.saved_bytes - budget))
 
     def _seconds(self, work: Work, rest: Rest, recomputing_s: float = 0.0) -> float:
@@ -106,8 +105,7 @@ class Bounds:
         if key not in self._decided:
             joint, ops = decided(self.joint, plan)
             work = WorkOf(joint, plan.mesh, ops, self._times, self.copies).run()
-            anywhere = joint.keep("anywhere", lambda: where_parameters_rest(joint))
-            self._decided[key] = work, Travels(joint, plan.mesh, ops, anywhere, self.cluster, self.copies, work)
+            self._decided[key] = work, Travels(joint, plan.mesh, ops, self.cluster, self.copies, work)
         work, travels = self._decided[key]
         return work, travels.rest(plan, self.optimizer)
 

@@ -129,10 +129,10 @@ class OpTimes:
             parts = math.prod(n for n, cut in zip(mesh.sizes, decided.cuts, strict=True) if cut is not None)
             return node_flops(node) / parts / max(self.cluster.device.flops.values())
         operands = tensor_inputs(node)
-        values = [_local(n.meta["val"], s, mesh) for n, s in zip(operands, decided.inputs, strict=True)]
+        values = [local_value(n.meta["val"], s, mesh) for n, s in zip(operands, decided.inputs, strict=True)]
         given, result = node.meta["val"], None
         if isinstance(given, torch.Tensor):
-            result = _local(given, decided.outputs[0], mesh)
+            result = local_value(given, decided.outputs[0], mesh)
         args, kwargs = node.args, node.kwargs
         shapes = tuple((tuple(v.shape), v.dtype) for v in values)
         places = {operand: i for i, operand in enumerate(operands)}
@@ -156,7 +156,7 @@ class WorkOf:
     def __init__(self, joint: JointGraph, mesh: Mesh, ops: OpShardings, times: OpTimes, copies: Copies) -> None:
         self.joint, self.mesh, self.ops, self.times, self.copies = joint, mesh, ops, times, copies
         self.moved = joint.keep("moved", lambda: _moved_in(joint))
-        self.anywhere = joint.keep("anywhere", lambda: where_parameters_rest(joint))
+        self.anywhere = where_parameters_rest(joint)
         self.links = {name: axis_link(times.cluster, mesh, name) for name in mesh.names}
         self.move_times: dict[object, Seconds] = {}
 
@@ -297,14 +297,15 @@ def part(sharding: Sharding, mesh: Mesh) -> float:
     return 1 / math.prod(n for p, n in zip(sharding, mesh.sizes, strict=True) if is_sharded(p))
 
 
-def _local(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> torch.Tensor:
+def local_value(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> torch.Tensor:
+    """A value of one rank's shape."""
     return meta_value(local_shape(tuple(value.shape), sharding, mesh), value.dtype)
 
 
 def _moved_in(joint: JointGraph) -> dict[fx.Node, _Moved]:
     """What the ops of a graph move that are there however it is cut and parameters rest; looks are left out."""
     found: dict[fx.Node, _Moved] = {}
-    anywhere = joint.keep("anywhere", lambda: where_parameters_rest(joint))
+    anywhere = where_parameters_rest(joint)
     for node in joint.module.graph.nodes:
         if node.op != "call_function" or node in anywhere or is_look(node) or is_free(node):
             continue
@@ -337,7 +338,11 @@ def _kept_values(joint: JointGraph) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
 
 def where_parameters_rest(joint: JointGraph) -> set[fx.Node]:
     """The ops on parameters and on complete gradients alone, such as casts: each rank may run them on what rests
-    there, however else they are cut."""
+    there, however else they are cut; found once for a graph."""
+    return joint.keep("anywhere", lambda: _on_what_rests(joint))
+
+
+def _on_what_rests(joint: JointGraph) -> set[fx.Node]:
     params = set(joint.param_nodes().values())
     sums = torch.ops.aten.add.Tensor
     found = {n for n in resting_gradients(joint) if is_look_or_cast(n) or n.target is sums}

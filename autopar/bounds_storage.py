@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.bounds_ops import Seconds, Work, add_to, travelling_s
+from autopar.bounds_ops import Seconds, Work, add_to, local_value, travelling_s, where_parameters_rest
 from autopar.cluster import Cluster, axis_link
 from autopar.cost_model.folded import Copies
 from autopar.cost_model.ops import tensor_bytes
@@ -23,7 +23,7 @@ from autopar.graph import JointGraph, OutputKind
 from autopar.mesh import Mesh
 from autopar.passes import coalesce
 from autopar.passes.propagate import OpShardings
-from autopar.placement import ByGroup, Partial, Sharding, is_sharded, local_shape, meta_value
+from autopar.placement import ByGroup, Partial, Sharding, is_sharded
 from autopar.plan import Plan
 from autopar.rules import is_look_or_cast, tensor_inputs
 
@@ -82,10 +82,10 @@ class Travels:
     """The ways of parameters and gradients in a graph whose ops are decided."""
 
     def __init__(
-        self, joint: JointGraph, mesh: Mesh, ops: OpShardings, anywhere: set[fx.Node], cluster: Cluster, copies: Copies,
-        work: Work,
-    ) -> None:  # fmt: skip
-        self.mesh, self.ops, self.anywhere, self.work = mesh, ops, anywhere, work
+        self, joint: JointGraph, mesh: Mesh, ops: OpShardings, cluster: Cluster, copies: Copies, work: Work
+    ) -> None:
+        self.mesh, self.ops, self.work = mesh, ops, work
+        self.anywhere = where_parameters_rest(joint)
         self.links = [axis_link(cluster, mesh, name) for name in mesh.names]
         producers = joint.keep("producers", lambda: _producers(joint))
         self.order = joint.keep("positions", lambda: {node: i for i, node in enumerate(joint.module.graph.nodes)})
@@ -107,7 +107,7 @@ class Travels:
         stays = self._still_gathered(plan)
         for path, used in self.used.items():
             storage = plan.storage[path]
-            rests = meta_value(local_shape(tuple(used.value.shape), storage.sharding, self.mesh), used.value.dtype)
+            rests = local_value(used.value, storage.sharding, self.mesh)
             size = tensor_bytes(rests)
             params += used.number * size
             if used.grad_bytes is not None:
