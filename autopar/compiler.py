@@ -27,7 +27,7 @@ from autopar.infeasible import infeasible, more_frugal
 from autopar.layout_search import Price, Priced
 from autopar.named import LeftOut, Named
 from autopar.normalise import normalise
-from autopar.passes.pipeline import rewrite
+from autopar.passes.pipeline import prefetched, rewrite
 from autopar.plan import Plan
 from autopar.plan_cache import PlanCache, check_kept, request_key
 from autopar.plan_cost import PlanCost, SymbolicCost
@@ -52,6 +52,13 @@ NUM_LOOKS = 3
 NEAR = 0.005
 """Up to such a part of the budget the peak of some units may be from it for all to be looked at; theirs is within 0.4%
 of that (`tests/test_folded.py`)."""
+
+DEEP_PREFETCH = 8
+"""`Plan.prefetch` of plans that otherwise wait for gathers of parameters.  With 4, less is gained nearly everywhere;
+with more, gathers hold up what shares their link."""
+
+WORTH_PREFETCHING = 0.01
+"""What part of the step a plan must wait for gathers, for it to be simulated once more."""
 
 
 @dataclass
@@ -310,19 +317,37 @@ class Compiler:
             key = (plan.mesh, plan.factors, rests, recomputes, plan.delay_reduction, splits)
             if key not in known:
                 self.say(f"searching: {len(known)} plans simulated")
-                known[key] = self._priced_as(joint, plan, splits)
-            return replace(known[key], plan=plan)
+                known[key] = self.scheduled(joint, plan, splits)
+            found = known[key]
+            return replace(found, plan=replace(plan, prefetch=found.plan.prefetch))
 
         return price
 
     def price(self, joint: JointGraph, plan: Plan) -> Priced:
-        """Rewrite and simulate one plan."""
-        return self._priced_as(joint, plan, even_splits(joint.runs))
+        """Rewrite and simulate one plan as it is."""
+        return self._simulated(joint, plan, even_splits(joint.runs))[0]
 
-    def _priced_as(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Priced:
-        """A plan of a folded graph whose inner units stand for `splits`."""
+    def scheduled(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Priced:
+        """Rewrite and simulate a plan of a folded graph whose inner units stand for `splits`.
+
+        Gathers start further ahead if the plan waits for them, and by the simulator that saves time and needs no more
+        memory: so whatever the budget, the plan is none the worse for it.
+        """
+        first, program = self._simulated(joint, plan, splits)
+        before = first.simulation
+        if before.waited_s("all_gather") <= WORTH_PREFETCHING * before.step_time_s:
+            return first
+        deeper = prefetched(program, DEEP_PREFETCH)
+        if deeper is None:
+            return first
+        after = self._run(deeper, self.optimizer, Copies.of(first.standing))
+        if after.step_time_s >= before.step_time_s or after.memory.total > before.memory.total:
+            return first
+        return replace(first, plan=replace(plan, prefetch=DEEP_PREFETCH), simulation=after)
+
+    def _simulated(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> tuple[Priced, LocalProgram]:
         _, _, program, standing = self._rewritten(joint, plan, splits)
-        return Priced(plan, self._run(program, self.optimizer, Copies.of(standing)), splits, standing)
+        return Priced(plan, self._run(program, self.optimizer, Copies.of(standing)), splits, standing), program
 
     def _run(self, program: LocalProgram, optimizer: OptimizerLike, copies: Copies) -> Simulation:
         return simulate(program, self.cluster, optimizer, accumulate=self.accumulate, copies=copies)

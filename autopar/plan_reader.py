@@ -27,7 +27,7 @@ from autopar.plan import (
 )
 from autopar.precision import PRECISIONS
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 MAX_FILE_BYTES = 64 * 2**20
 """Longer texts are refused unread: a plan has a few hundred bytes a parameter."""
 INFINITE = "infinite"
@@ -97,6 +97,7 @@ def _read_plan(content: Any) -> Plan:
             for name, level in _mapping(content["recompute"], "recompute").items()
         },
         delay_reduction=_flag(content["delay_reduction"], "delay_reduction"),
+        prefetch=_count(content["prefetch"], "prefetch"),
         graph_fingerprint=_fingerprint(content["graph_fingerprint"], "graph_fingerprint"),
         report=None if report is None else _record_of(PlanReport)(report, "report"),
     )
@@ -254,7 +255,7 @@ def _placement(value: Any, where: str) -> Placement:
 
 _PLAN_KEYS = (
     "schema_version", "autopar", "torch", "graph_fingerprint", "strategy", "mesh", "recompute", "delay_reduction",
-    "factors", "storage", "report",
+    "prefetch", "factors", "storage", "report",
 )  # fmt: skip
 
 _RECORDS: dict[Any, dict[str, Reader[Any]]] = {

@@ -28,7 +28,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 from autopar.cluster import Cluster
 from autopar.compiler import Compiler
-from autopar.cost_model.simulate import Simulation
 from autopar.graph import JointGraph
+from autopar.layout_search import Priced
 from autopar.layouts import MODES, find_layouts, storages
 from autopar.mesh import parse_shape
 from autopar.plan import RECOMPUTE_LEVELS, Plan
@@ -207,14 +207,15 @@ class Blocks(nn.Module):
 class Remembering(Compiler):
     """Simulates equal plans once."""
 
-    known: dict[object, Simulation] = field(default_factory=dict)
+    known: dict[object, Priced] = field(default_factory=dict)
 
-    def _simulate(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Simulation:
+    def scheduled(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Priced:
         storage = tuple(plan.storage.items())
         key = (plan.mesh, plan.factors, storage, frozenset(plan.recompute.items()), plan.delay_reduction, splits)
         if key not in self.known:
-            self.known[key] = super()._simulate(joint, plan, splits)
-        return self.known[key]
+            self.known[key] = super().scheduled(joint, plan, splits)
+        found = self.known[key]
+        return replace(found, plan=replace(plan, prefetch=found.plan.prefetch))
 
 
 def every_plan(compiler: Compiler, joint: JointGraph) -> Iterator[Plan]:
@@ -239,7 +240,7 @@ def gaps_of(seed: int, cluster: str, num_budgets: int) -> list[float]:
     compiler = Remembering(model, parse_shape(draw.choice(("4", "2x2"))), Cluster.parse(cluster))
     joint = compiler.trace((inputs,), {}, train=True, local=False)
     found = [p.simulation for p in compiler.candidates(joint)]
-    best = found + [compiler.price(joint, plan).simulation for plan in every_plan(compiler, joint)]
+    best = found + [compiler.scheduled(joint, plan, ()).simulation for plan in every_plan(compiler, joint)]
     peaks = sorted({s.memory.total for s in best})
     out = []
     for i in range(num_budgets):

@@ -88,6 +88,13 @@ class Simulation:
     in_backward: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     by_module: Mapping[str, Spent] = field(default_factory=dict, repr=False)
 
+    def waited_s(self, kind: str) -> float:
+        """How much of `exposed_s` is for collectives of a kind; of a folded program, as its own units wait."""
+        waited = [(of, seconds) for spent in self.by_module.values() for of, seconds in spent.exposed_s.items()]
+        total_s = math.fsum(seconds for _, seconds in waited)
+        own_s = math.fsum(seconds for of, seconds in waited if of.startswith(f"{kind}@"))
+        return self.exposed_s * own_s / total_s if total_s else 0.0
+
 
 def simulate(
     program: LocalProgram,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -55,7 +56,7 @@ def rewrite(
     joint, assignment = assign(joint, plan)
     module = insert_reshards(joint, assignment, plan)
     overlapping: _Passes = [("overlap", overlap)] if overlaps else []
-    module = _run([*_lowering(joint, plan), *overlapping, *_SCHEDULING], module, after_pass, check)
+    module = _run([*_lowering(joint, plan), *overlapping, *_scheduling(plan)], module, after_pass, check)
     whole = _local_graph(joint, assignment, module, plan)
     forward, backward = partition(whole)
     program = LocalProgram(plan.mesh, whole, forward, backward)
@@ -92,12 +93,26 @@ def _lowering(joint: JointGraph, plan: Plan) -> _Passes:
     ]
 
 
-_SCHEDULING: _Passes = [
-    ("sink_waits", sink_waits),
-    ("prefetch_parameters", prefetch_parameters),
-    ("bound_reductions", bound_reductions),
-]
-"""When things run; what runs is settled before."""
+def _scheduling(plan: Plan) -> _Passes:
+    """When things run; what runs is settled before."""
+    return [
+        ("sink_waits", sink_waits),
+        ("prefetch_parameters", lambda m: prefetch_parameters(m, plan.prefetch)),
+        ("bound_reductions", bound_reductions),
+    ]
+
+
+def prefetched(program: LocalProgram, depth: int) -> LocalProgram | None:
+    """The program of the same plan but for a greater `Plan.prefetch`, for which the passes before need not run again;
+    None if that is the same program.
+
+    The nodes of the given program's joint graph become the new one's.
+    """
+    before = list(program.joint.module.graph.nodes)
+    joint = replace(program.joint, module=prefetch_parameters(program.joint.module, depth))
+    if all(old is new for old, new in zip(before, joint.module.graph.nodes, strict=True)):
+        return None
+    return LocalProgram(program.mesh, joint, *partition(joint))
 
 
 def _run(passes: _Passes, module: fx.GraphModule, after_pass: Trace | None, check: bool) -> fx.GraphModule:

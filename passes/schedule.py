@@ -30,14 +30,16 @@ def _with_layout(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     return [wait, *sorted(layout_after(wait), key=order.__getitem__)]
 
 
-def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
+def prefetch_parameters(module: fx.GraphModule, depth: int) -> fx.GraphModule:
     """Start the gather of a parameter while the ops before its first reader run.
 
-    A gather starts before the one ahead of it is read, and ahead of more of them as long as no more than twice its own
-    bytes, or two full buckets, are under way beside what is awaited.  The bound goes by what lies near, not by the
-    pass's largest gather: links have work either way, memory follows the layer that runs, and the layers of a stack run
-    alike however many there are.  Of a parameter that is gathered along one axis after another, the last gather is
-    moved first, and takes the ones before it along; these are then moved further.
+    A gather starts before the one ahead of it is read, and ahead of more of them as long as no more than `depth` times
+    its own bytes, or `depth` full buckets, are under way beside what is awaited.  The bound goes by what lies near, not
+    by the pass's largest gather: links have work either way, memory follows the layer that runs, and the layers of a
+    stack run alike however many there are.  Of a parameter that is gathered along one axis after another, the last
+    gather is moved first, and takes the ones before it along; these are then moved further.
+
+    A program whose gathers start ahead already can be given a greater depth.
     """
     for backward in (False, True):
         gathers = [g for g, _ in collective_nodes(module.graph, "all_gather") if g.meta["backward"] is backward]
@@ -46,17 +48,17 @@ def prefetch_parameters(module: fx.GraphModule) -> fx.GraphModule:
         for gather, before in steps.items():
             stage[gather] = max((stage[earlier] + 1 for earlier in before if earlier in steps), default=0)
         for number in range(max(stage.values(), default=-1), -1, -1):
-            _prefetch(sorted(g for g in steps if stage[g] == number), steps)
+            _prefetch(sorted(g for g in steps if stage[g] == number), steps, depth)
     return module
 
 
-def _prefetch(gathers: Sequence[fx.Node], steps: Mapping[fx.Node, set[fx.Node]]) -> None:
+def _prefetch(gathers: Sequence[fx.Node], steps: Mapping[fx.Node, set[fx.Node]], depth: int) -> None:
     waits = [wait_of(g) for g in gathers]
     first, ahead = 0, 0  # the one that is awaited, and the bytes that are under way beside it
     for k, gather in enumerate(gathers):
         size = int(gather.meta["bytes"])
         ahead += size if k else 0
-        while first < k - 1 and ahead > max(2 * size, _two_buckets()):
+        while first < k - 1 and ahead > depth * max(size, coalesce.BUCKET_BYTES):
             first += 1
             ahead -= int(gathers[first].meta["bytes"])
         for node in (*sorted(steps[gather]), gather):

@@ -59,6 +59,7 @@ PLAN = Plan(
     ((FactorRef("input:x", 0, 0, "batch"),), (FactorRef("h.0.qkv.weight", 0, 1), FactorRef("wte.weight", 0))),
     {"h.0.qkv.weight": Storage((Shard(1), shard(0, 3)), True), "wte.weight": Storage((R, Shard(0)))},
     delay_reduction=True,
+    prefetch=8,
     graph_fingerprint="0123456789abcdef",
     report=REPORT,
 )
@@ -110,7 +111,7 @@ def edited(path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("schema_version", 2, r"has schema_version 2, but this autopar reads 5: make the plan again"),
+        ("schema_version", 2, r"has schema_version 2, but this autopar reads 6: make the plan again"),
         ("schema_version", ..., r"has schema_version nothing"),
         ("schema_version", True, r"has schema_version True"),
         ("strategy", ..., r"the root of the plan file lacks key 'strategy'"),
@@ -126,6 +127,8 @@ def edited(path: str, value: Any) -> str:
         ("mesh/sizes/0", 2.0, r"mesh\.sizes\[0\] of the plan file must be a whole number from 0, found 2\.0"),
         ("mesh/sizes/0", True, r"mesh\.sizes\[0\] .* found True"),
         ("delay_reduction", 1, r"delay_reduction of the plan file must be true or false, found 1"),
+        ("prefetch", -1, r"prefetch of the plan file must be a whole number from 0, found -1"),
+        ("prefetch", ..., r"the root of the plan file lacks key 'prefetch'"),
         ("factors/tp", ..., r"factors of the plan file lacks key 'tp'"),
         ("factors/pp", [], r"factors of the plan file has unknown key 'pp'"),
         ("factors/tp/1/dim", -1, r"factors\.tp\[1\]\.dim of the plan file must be a whole number from 0, found -1"),

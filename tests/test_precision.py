@@ -134,7 +134,7 @@ def test_a_program_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         return module
 
     monkeypatch.setattr(coalesce, "BUCKET_BYTES", 0)  # each gradient by itself
-    monkeypatch.setattr(pipeline, "_SCHEDULING", [("break_one", break_one)])
+    monkeypatch.setattr(pipeline, "_scheduling", lambda plan: [("break_one", break_one)])
     with pytest.raises(VerificationError, match="a reduction over this axis is missing"):
         autopar.verify(Mlp(), "ddp", torch.randn(8, 12), mesh=4, precision="bf16")
 

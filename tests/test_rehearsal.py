@@ -69,12 +69,12 @@ def double_one_sum(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def wrong() -> str:
-    before, pipeline._SCHEDULING = pipeline._SCHEDULING, [("double_one_sum", double_one_sum)]
+    before, pipeline._scheduling = pipeline._scheduling, lambda plan: [("double_one_sum", double_one_sum)]
     try:
         with pytest.raises(autopar.VerificationError) as caught:
             autopar.parallelize(Mlp(), 4, strategy="ddp", example_inputs=torch.randn(3, 12), verify=True)
     finally:
-        pipeline._SCHEDULING = before
+        pipeline._scheduling = before
     return str(caught.value)
 
 

@@ -31,7 +31,7 @@ from autopar.plan import RECOMPUTE_LEVELS, Plan
 from autopar.plan_file import load_plan, save_plan
 from autopar.planner import plan_named
 from autopar.regions import find_regions, region_of
-from autopar.search import SMALL_NODES
+from autopar.search import AUTO, SMALL_NODES
 from autopar.strategies import STRATEGIES
 from autopar.whole_plan import Split
 from tests.programs import Subject, subject
@@ -69,14 +69,15 @@ class Remembering(Compiler):
     """A compiler that simulates equal plans once, so that brute force pays only for what the planner left out."""
 
     def simulation(self, joint: JointGraph, plan: Plan) -> Simulation:
-        return self._priced_as(joint, plan, ()).simulation
+        return self.scheduled(joint, plan, ()).simulation
 
-    def _priced_as(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Priced:
+    def scheduled(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Priced:
         key = (plan.mesh, plan.factors, tuple(plan.storage.items()), frozenset(plan.recompute.items()), splits)
         known = self.__dict__.setdefault("known", {})
         if (key, plan.delay_reduction) not in known:
-            known[key, plan.delay_reduction] = super()._priced_as(joint, plan, splits)
-        return replace(known[key, plan.delay_reduction], plan=plan)
+            known[key, plan.delay_reduction] = super().scheduled(joint, plan, splits)
+        found = known[key, plan.delay_reduction]
+        return replace(found, plan=replace(plan, prefetch=found.plan.prefetch))
 
 
 def planning(model: nn.Module, inputs: tuple[Tensor, ...], cluster: str, mesh: str) -> tuple[Remembering, JointGraph]:
@@ -163,13 +164,14 @@ def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_one_by_one")
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_larger_problems_are_close_to_the_best_plan(cluster: str) -> None:
-    """Two blocks: too many choices to be tried in full.  Each plan found is among brute force's, one is found wherever
-    there is one, and nearly all are the best."""
+    """Two blocks: too many choices to be tried in full.  Each plan found is among brute force's, but for the smallest
+    ones with gradients reduced at the other time; one is found wherever there is one, and nearly all are the best."""
     gaps = []
     for seed in range(2):
         compiler, joint = random_stack(seed, 2, cluster)
         costs = brute_force(compiler, joint)
-        pool = {(p.simulation.memory.total, p.simulation.step_time_s) for p in compiler.candidates(joint)}
+        searched = [p for p in compiler.candidates(joint) if p.plan.strategy != AUTO or not p.plan.delay_reduction]
+        pool = {(p.simulation.memory.total, p.simulation.step_time_s) for p in searched}
         assert pool <= set(costs)
         for budget in budgets(costs, 20):
             found_s = min((time_s for peak, time_s in pool if peak <= budget), default=math.inf)
