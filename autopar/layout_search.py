@@ -173,10 +173,10 @@ class LayoutSearch:
         """The ways for parameters to rest."""
         return tuple(dict.fromkeys(option.mode for option in self.choosable))
 
-    def bound_s(self) -> float:
-        """What no plan of the layout is estimated to undercut, from fewer simulations than the solve takes: each part's
-        least time with nothing recomputed."""
-        shares = [self._shares(Option(mode, None)) for mode in self.modes]
+    def bound_s(self, modes: Sequence[str]) -> float:
+        """What no plan of the layout whose parameters rest in these ways is estimated to undercut, from fewer
+        simulations than the solve takes: each part's least time with nothing recomputed."""
+        shares = [self._shares(Option(mode, None)) for mode in modes]
         return sum(
             self.num_units.get(part, 1) * min(share[part].cost.time_s for share in shares) for part in self.parts
         )

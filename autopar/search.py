@@ -146,7 +146,9 @@ class Search:
     ) -> None:
         """Simulate what the solves of some layouts propose that may fit, and be faster than `fastest_s` by then."""
         for one, finer in sorted(searches, key=lambda search: self._bound_s(search[0], budget)):
-            if self._bound_s(one, budget) >= fastest_s() or self._least_s(one, budget) >= fastest_s():
+            if self._is_idle(self._bound_s(one, budget), fastest_s()):
+                continue
+            if self._is_idle(self._least_s(one, budget, fastest_s()), fastest_s()):
                 continue
             for options in one.option_sets(finer):
                 too_short = 1.0  # estimates of a layout are off by about the same
@@ -171,19 +173,26 @@ class Search:
             self._known_bounds[key] = self.bounds.within_s([search.uniform(mode) for mode in search.modes], budget)
         return self._known_bounds[key]
 
-    def _least_s(self, search: LayoutSearch, budget: int) -> float:
-        """The same from fewer simulations than the solve takes: of a plan for each way to rest.  The bound falls short
-        of all of the layout's plans at least by as much as of the one to which it comes nearest."""
-        plans = {mode: search.uniform(mode) for mode in search.modes}
-        short = min(search.simulate(Option(mode, None)).step_time_s / self.bounds.time_s(plans[mode]) for mode in plans)
-        return max(search.bound_s(), self._bound_s(search, budget) * short)
+    def _least_s(self, search: LayoutSearch, budget: int, fastest_s: float) -> float:
+        """The same from fewer simulations than the solve takes: of a plan for each way to rest that may be faster than
+        `fastest_s`.  The bound falls short of all of the layout's plans at least by as much as of the one to which it
+        comes nearest."""
+        bounds = {mode: self.bounds.time_s(search.uniform(mode)) for mode in search.modes}
+        near = [mode for mode in bounds if not self._is_idle(bounds[mode], fastest_s)] or list(bounds)
+        short = min(search.simulate(Option(mode, None)).step_time_s / bounds[mode] for mode in near)
+        return max(search.bound_s(near), self._bound_s(search, budget) * short)
+
+    @staticmethod
+    def _is_idle(bound_s: float, fastest_s: float) -> bool:
+        """Whether what a bound leaves to be gained is not worth a simulation."""
+        return bound_s * WORTH >= fastest_s
 
     def _may_beat(
         self, searches: Iterable[LayoutSearch], budget: int, fastest_s: Callable[[], float]
     ) -> Iterator[LayoutSearch]:
         """Those whose layouts may have a faster plan, as far as their bounds tell, the most promising first."""
         for one in sorted(searches, key=lambda search: self._bound_s(search, budget)):
-            if self._bound_s(one, budget) < fastest_s():
+            if not self._is_idle(self._bound_s(one, budget), fastest_s()):
                 yield one
 
     @cached_property
@@ -336,6 +345,10 @@ def _frontier(searches: Sequence[LayoutSearch]) -> list[tuple[LayoutSearch, obje
             found.append((one, key))
     return found
 
+
+WORTH = 1.002
+"""By how much a plan of a large graph may be faster than one that is known, as far as bounds tell, and not be looked
+for."""
 
 ALIKE = 1.005
 """Of two layouts of a large graph whose first plans take times in less than this ratio the smaller is searched only."""
