@@ -19,6 +19,7 @@ from torch import fx
 from autopar.graph import add_call
 from autopar.placement import meta_value
 from autopar.program import COLLECTIVE_KINDS, collective_kind, collective_nodes, is_collective_step
+from autopar.rules import is_look_or_cast
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -169,15 +170,15 @@ def steps_before(collective: fx.Node) -> set[fx.Node] | None:
 
 
 def steps_after(collective: fx.Node) -> set[fx.Node] | None:
-    """What lies between a collective and the graph's output, if that is only layout steps and collectives along other
-    axes: it need not be waited for before.  None if anything else reads its result."""
+    """What lies between a collective and the graph's output, if that is only layout steps, views, casts and collectives
+    along other axes: it need not be waited for before.  None if anything else reads its result."""
     steps: set[fx.Node] = set()
     stack = list(collective.users)
     while stack:
         node = stack.pop()
         if node.op == "output" or node in steps:
             continue
-        if not _only_moves(node):
+        if not (_only_moves(node) or is_look_or_cast(node)):
             return None
         steps.add(node)
         stack += node.users

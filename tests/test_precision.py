@@ -29,7 +29,7 @@ from autopar.passes import coalesce, pipeline
 from autopar.passes.pipeline import rewrite
 from autopar.plan_file import plan_from_json, plan_to_json
 from autopar.planner import plan_named
-from autopar.program import COLLECTIVE_KINDS, LocalProgram
+from autopar.program import COLLECTIVE_KINDS, LocalProgram, collective_nodes
 from autopar.randomness import replace_random_ops
 from autopar.trace import trace
 from autopar.verification import run_all_ranks
@@ -122,6 +122,31 @@ def test_parameters_and_gradients_travel_while_layers_run(
     if strategy != "ddp":
         products, gathered = places(program, 0, "all_gather")
         assert sum(place > products[0] for place in gathered) > len(gathered) / 2
+
+
+class Scaled(nn.Module):
+    """Layers with a norm whose weight is cast where it is used, so that its gradient is cast after it is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.norms = nn.ModuleList(nn.RMSNorm(12, eps=1e-6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + layer(norm(x))
+        return x.square().mean()
+
+
+def test_nobody_waits_for_gradients_that_are_cast_when_complete() -> None:
+    program = program_of(traced(Scaled(), torch.randn(8, 12)), "ddp", 4)
+    graph = program.joint.module.graph
+    reductions = [node for node, _ in collective_nodes(graph, "all_reduce") if node.meta["backward"]]
+    after = [coalesce.steps_after(node) for node in reductions]
+    assert reductions
+    assert all(steps is not None for steps in after)
+    assert any(step.target is torch.ops.aten._to_copy.default for steps in after for step in steps or ())
+    assert autopar.verify(Scaled(), "ddp", torch.randn(8, 12), mesh=4, precision="bf16").ok
 
 
 def test_a_program_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
