@@ -76,6 +76,8 @@ class Plan:
         delay_reduction: reduce gradients once, after the whole backward pass (ZeRO-1), instead of as they arise.
         prefetch: parameters are gathered ahead of what reads them, as long as no more than so many times a gather's
             bytes, or so many full buckets, are under way beside what is read next.
+        overlap: compute weights' gradients while the backward pass waits for a collective, instead of as soon as
+            possible.
         graph_fingerprint: digest of the traced graph that the plan was made for; empty if it was written by hand.
         report: what the planner predicted and compared; `None` on a plan that has not been priced.
         cost: what it costs in symbols; `None` on a plan that has not been priced here: it is not saved with a plan.
@@ -89,6 +91,7 @@ class Plan:
     recompute: Mapping[str, str] = field(default_factory=dict)
     delay_reduction: bool = False
     prefetch: int = 2
+    overlap: bool = True
     graph_fingerprint: str = ""
     report: PlanReport | None = field(default=None, compare=False)
     cost: PlanCost | None = field(default=None, compare=False, repr=False)

@@ -57,6 +57,7 @@ def plan_to_json(plan: Plan) -> str:
         "mesh": _plain(plan.mesh),
         "delay_reduction": plan.delay_reduction,
         "prefetch": plan.prefetch,
+        "overlap": plan.overlap,
         "recompute": dict(plan.recompute),
         "factors": {name: _plain(factors) for name, factors in zip(plan.mesh.names, plan.factors, strict=True)},
         "storage": {

@@ -98,6 +98,7 @@ def _read_plan(content: Any) -> Plan:
         },
         delay_reduction=_flag(content["delay_reduction"], "delay_reduction"),
         prefetch=_count(content["prefetch"], "prefetch"),
+        overlap=_flag(content["overlap"], "overlap"),
         graph_fingerprint=_fingerprint(content["graph_fingerprint"], "graph_fingerprint"),
         report=None if report is None else _record_of(PlanReport)(report, "report"),
     )
@@ -255,7 +256,7 @@ def _placement(value: Any, where: str) -> Placement:
 
 _PLAN_KEYS = (
     "schema_version", "autopar", "torch", "graph_fingerprint", "strategy", "mesh", "recompute", "delay_reduction",
-    "prefetch", "factors", "storage", "report",
+    "prefetch", "overlap", "factors", "storage", "report",
 )  # fmt: skip
 
 _RECORDS: dict[Any, dict[str, Reader[Any]]] = {

@@ -215,7 +215,7 @@ class Remembering(Compiler):
         if key not in self.known:
             self.known[key] = super().scheduled(joint, plan, splits)
         found = self.known[key]
-        return replace(found, plan=replace(plan, prefetch=found.plan.prefetch))
+        return replace(found, plan=replace(plan, prefetch=found.plan.prefetch, overlap=found.plan.overlap))
 
 
 def every_plan(compiler: Compiler, joint: JointGraph) -> Iterator[Plan]:

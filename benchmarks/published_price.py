@@ -116,7 +116,7 @@ def program_of(run: Run, num_layers: int) -> LocalProgram:
     plan = plan_of(run, joint)
     if run.micro_batch * run.data % plan.mesh.num_ranks:
         joint = replace(joint, batch_dims={}, derived={})  # each rank is given the whole batch, and takes its rows
-    return rewrite(joint, plan, check=False, overlaps=False)  # what was measured runs in PyTorch's own order
+    return rewrite(joint, replace(plan, overlap=False), check=False)  # what was measured runs in PyTorch's own order
 
 
 @dataclass(frozen=True)

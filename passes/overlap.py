@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.passes.coalesce import WAIT, steps_after, steps_before
-from autopar.program import collective_kind, collective_nodes
+from autopar.program import LocalProgram, collective_kind, collective_nodes
 from autopar.rules import is_look
 
 MOST_HELD = 2
@@ -27,9 +27,7 @@ def overlap(module: fx.GraphModule) -> fx.GraphModule:
     Of what lies between two such collectives the last is moved first, as long as all that is moved keeps no more than
     `MOST_HELD` times the collective's bytes alive.
     """
-    graph = module.graph
-    collectives = [c for c, _ in collective_nodes(graph) if c.meta["backward"]]
-    awaited = {c for c in collectives if steps_before(c) is None and steps_after(c) is None}
+    graph, awaited = module.graph, _awaited(module.graph)
     if not awaited:
         return module
     free = _needed_by_none(graph, awaited)
@@ -41,6 +39,17 @@ def overlap(module: fx.GraphModule) -> fx.GraphModule:
         elif node in free:
             between.append(node)
     return module
+
+
+def reorders(program: LocalProgram) -> bool:
+    """Whether the pass may have moved anything in a program that it was run on."""
+    return bool(_awaited(program.joint.module.graph))
+
+
+def _awaited(graph: fx.Graph) -> set[fx.Node]:
+    """The collectives that the backward pass waits for before it goes on."""
+    collectives = [c for c, _ in collective_nodes(graph) if c.meta["backward"]]
+    return {c for c in collectives if steps_before(c) is None and steps_after(c) is None}
 
 
 def _needed_by_none(graph: fx.Graph, awaited: set[fx.Node]) -> set[fx.Node]:

@@ -38,7 +38,6 @@ def rewrite(
     plan: Plan,
     after_pass: Trace | None = None,
     check: bool = True,
-    overlaps: bool = True,
 ) -> LocalProgram:
     """Rewrite a normalised joint graph under a plan.
 
@@ -47,16 +46,13 @@ def rewrite(
         plan: the plan.
         after_pass: is shown the graph after each pass.
         check: lint the graph after each pass.  Whoever only compares plans can leave it out.
-        overlaps: whether products for weights hide collectives, which stacks that do not reorder a backward pass leave
-            to chance.
 
     Raises:
         PlanError: if the plan does not belong to this graph.
     """
     joint, assignment = assign(joint, plan)
     module = insert_reshards(joint, assignment, plan)
-    overlapping: _Passes = [("overlap", overlap)] if overlaps else []
-    module = _run([*_lowering(joint, plan), *overlapping, *_scheduling(plan)], module, after_pass, check)
+    module = _run([*_lowering(joint, plan), *_scheduling(plan)], module, after_pass, check)
     whole = _local_graph(joint, assignment, module, plan)
     forward, backward = partition(whole)
     program = LocalProgram(plan.mesh, whole, forward, backward)
@@ -96,6 +92,7 @@ def _lowering(joint: JointGraph, plan: Plan) -> _Passes:
 def _scheduling(plan: Plan) -> _Passes:
     """When things run; what runs is settled before."""
     return [
+        ("overlap", overlap if plan.overlap else lambda m: m),
         ("sink_waits", sink_waits),
         ("prefetch_parameters", lambda m: prefetch_parameters(m, plan.prefetch)),
         ("bound_reductions", bound_reductions),

@@ -482,7 +482,15 @@ def random_plan(rng: random.Random, ours: Subject, analysis: FactorAnalysis, mes
         path: Storage(random_rest(rng, tuple(node.meta["val"].shape), mesh), regather=rng.random() < 0.5)
         for path, node in ours.joint.param_nodes().items()
     }
-    return Plan("random", mesh, factors, storage, delay_reduction=rng.random() < 0.2, prefetch=rng.choice((0, 2, 8)))
+    return Plan(
+        "random",
+        mesh,
+        factors,
+        storage,
+        delay_reduction=rng.random() < 0.2,
+        prefetch=rng.choice((0, 2, 8)),
+        overlap=rng.random() < 0.5,
+    )
 
 
 def random_rest(rng: random.Random, shape: tuple[int, ...], mesh: Mesh) -> tuple[Placement, ...]:

@@ -60,6 +60,7 @@ PLAN = Plan(
     {"h.0.qkv.weight": Storage((Shard(1), shard(0, 3)), True), "wte.weight": Storage((R, Shard(0)))},
     delay_reduction=True,
     prefetch=8,
+    overlap=False,
     graph_fingerprint="0123456789abcdef",
     report=REPORT,
 )
@@ -128,6 +129,7 @@ def edited(path: str, value: Any) -> str:
         ("mesh/sizes/0", True, r"mesh\.sizes\[0\] .* found True"),
         ("delay_reduction", 1, r"delay_reduction of the plan file must be true or false, found 1"),
         ("prefetch", -1, r"prefetch of the plan file must be a whole number from 0, found -1"),
+        ("overlap", 0, r"overlap of the plan file must be true or false, found 0"),
         ("prefetch", ..., r"the root of the plan file lacks key 'prefetch'"),
         ("factors/tp", ..., r"factors of the plan file lacks key 'tp'"),
         ("factors/pp", [], r"factors of the plan file has unknown key 'pp'"),

@@ -77,7 +77,7 @@ class Remembering(Compiler):
         if (key, plan.delay_reduction) not in known:
             known[key, plan.delay_reduction] = super().scheduled(joint, plan, splits)
         found = known[key, plan.delay_reduction]
-        return replace(found, plan=replace(plan, prefetch=found.plan.prefetch))
+        return replace(found, plan=replace(plan, prefetch=found.plan.prefetch, overlap=found.plan.overlap))
 
 
 def planning(model: nn.Module, inputs: tuple[Tensor, ...], cluster: str, mesh: str) -> tuple[Remembering, JointGraph]:

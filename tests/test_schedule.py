@@ -1,4 +1,4 @@
-"""How far ahead parameters are gathered: what the simulator takes it to be worth."""
+"""What of a schedule a plan decides: how far ahead parameters are gathered, and what hides collectives."""
 
 from __future__ import annotations
 
@@ -75,6 +75,23 @@ def test_they_do_not_where_they_hold_up_what_is_waited_for(compiler: Compiler, j
     assert compiler.price(joint, replace(plan, prefetch=DEEP_PREFETCH)).simulation.step_time_s > before.step_time_s
     scheduled = compiler.scheduled(joint, plan, even_splits(joint.runs))
     assert (scheduled.plan, scheduled.simulation) == (plan, before)
+
+
+def test_gradients_are_computed_as_soon_as_they_can_be_where_links_take_longer() -> None:
+    call = find_model("llama3-8b", 4, seq=512, dtype=torch.float32, num_layers=2)
+    compiler = Compiler(call.model, (2, 2), Cluster.parse("2x2 cpu @ 100mbit"))
+    args, kwargs = split_call(call.example_inputs)
+    joint = compiler.trace(args, kwargs, train=True)
+    layouts = [one for one in find_layouts(joint, (2, 2), 2) if one.mesh.num_axes == 2]
+    layout = next(one for one in layouts if one.name == "tensor, batch between")
+    search = LayoutSearch(joint, layout, lambda plan, splits: pytest.fail("nothing is priced"))
+    plan = search.uniform("kept")
+    before = compiler.price(joint, plan).simulation
+    scheduled = compiler.scheduled(joint, plan, ())
+    assert not scheduled.plan.overlap
+    assert scheduled.simulation == compiler.price(joint, scheduled.plan).simulation
+    assert scheduled.simulation.step_time_s < before.step_time_s
+    assert scheduled.simulation.memory.total <= before.memory.total
 
 
 def test_a_plan_that_the_user_brings_stays_as_it_is(compiler: Compiler, joint: JointGraph) -> None:
