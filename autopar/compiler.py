@@ -27,7 +27,7 @@ from autopar.infeasible import infeasible, more_frugal
 from autopar.layout_search import Price, Priced
 from autopar.named import LeftOut, Named
 from autopar.normalise import normalise
-from autopar.passes.overlap import reorders
+from autopar.passes.overlap import hidden_axes
 from autopar.passes.pipeline import prefetched, rewrite
 from autopar.plan import Plan
 from autopar.plan_cache import PlanCache, check_kept, request_key
@@ -50,9 +50,9 @@ from autopar.whole_plan import QUICK, Sample, Split, StandIns, even_splits, inne
 NUM_LOOKS = 3
 """How many plans are looked at closely, the fastest first, before one is taken."""
 
-NEAR = 0.005
+NEAR = 0.01
 """Up to such a part of the budget the peak of some units may be from it for all to be looked at; theirs is within 0.4%
-of that (`tests/test_folded.py`)."""
+of that, and 0.7% where gradients are summed over micro-steps (`tests/test_folded.py`)."""
 
 DEEP_PREFETCH = 8
 """`Plan.prefetch` of plans that otherwise wait for gathers of parameters.  With 4, less is gained nearly everywhere;
@@ -61,9 +61,10 @@ with more, gathers hold up what shares their link."""
 WORTH_PREFETCHING = 0.01
 """What part of the step a plan must wait for gathers, for it to be simulated once more."""
 
-MUCH_EXPOSED = 0.4
-"""How long a plan must stand still for collectives, beside the time that it computes, to be simulated without
-`Plan.overlap` too: below, plans of tensor parallelism take up to 5 % more without it, above up to 11 % less."""
+MUCH_WAITED = 0.2
+"""How long a plan must wait along axes whose collectives products for weights do not hide, beside the time that it
+computes, to be simulated without `Plan.overlap` too: with less, plans of tensor parallelism take up to 5 % more without
+it, with more up to 11 % less."""
 
 
 @dataclass
@@ -224,23 +225,24 @@ class Compiler:
             limit = best.simulation.memory.total - excess
         priced = self.candidates(joint)
         best = min(priced, key=lambda p: p.simulation.memory.total)
-        seen = look(joint, best, best.simulation.memory.total)  # to the byte: it may be said to be a budget that works
+        seen = look(joint, best, None)  # to the byte: it may be said to be a budget that works
         if seen.peak_bytes <= budget:
             return self._report(seen, [p for p in priced if p is not best], budget, self._left_out())
         raise self._infeasible(seen, [seen.priced if p is best else p for p in priced], budget)
 
-    def _as_searched(self, joint: JointGraph, priced: Priced, budget: int = 0) -> _Seen:
+    def _as_searched(self, joint: JointGraph, priced: Priced, budget: int | None = None) -> _Seen:
         graph, held, program, _ = self._rewritten(joint, priced.plan, priced.splits)
         plan = whole_plan(priced.plan, joint.runs, priced.splits)
         return _Seen(self._planned_on(joint), graph, program, replace(priced, plan=held), plan)
 
-    def _closely(self, joint: JointGraph, priced: Priced, budget: int) -> _Seen:
-        """A plan of a folded graph with more of its units; with all if its peak is near the budget."""
+    def _closely(self, joint: JointGraph, priced: Priced, budget: int | None) -> _Seen:
+        """A plan of a folded graph with more of its units; with all if its peak is near the budget, or without one."""
         self.say("looking at the plan more closely")
-        for sample in (Sample.of(priced.plan, joint.runs, priced.splits), Sample(joint.runs, priced.splits, {})):
+        every = Sample(joint.runs, priced.splits, {})
+        for sample in (every,) if budget is None else (Sample.of(priced.plan, joint.runs, priced.splits), every):
             graph, held, program, standing = self._rewritten(joint, priced.plan, priced.splits, sample)
             simulation = self._run(program, self.optimizer, Copies.of(standing))
-            if sample.runs == joint.runs or abs(simulation.memory.total - budget) > NEAR * budget:
+            if sample is every or budget is None or abs(simulation.memory.total - budget) > NEAR * budget:
                 break
         close = Priced(held, simulation, standing=standing)
         return _Seen(joint, graph, program, close, whole_plan(priced.plan, joint.runs, priced.splits))
@@ -335,16 +337,18 @@ class Compiler:
     def scheduled(self, joint: JointGraph, plan: Plan, splits: tuple[Split, ...]) -> Priced:
         """Rewrite and simulate a plan of a folded graph whose inner units stand for `splits`.
 
-        Where the plan waits much, gradients are computed as soon as they can be, so that links begin with them early;
-        where it waits for gathers, these start further ahead.  Each is kept if by the simulator it saves time and needs
-        no more memory: so whatever the budget, the plan is none the worse for it.
+        Where the plan waits much for gradients' reductions, gradients are computed as soon as they can be, so that
+        links begin with them early; where it waits for gathers, these start further ahead.  Each is kept if by the
+        simulator it saves time and needs no more memory: so whatever the budget, the plan is none the worse for it.
         """
         best, program = self._simulated(joint, plan, splits)
-        if best.simulation.exposed_s > MUCH_EXPOSED * best.simulation.compute_s and reorders(program):
+        axes = hidden_axes(program)
+        waited_s = best.simulation.waited_s(lambda kind, axis: axis not in axes) if axes else 0.0
+        if waited_s > MUCH_WAITED * best.simulation.compute_s:
             other, sooner = self._simulated(joint, replace(plan, overlap=False), splits)
             if _is_better(other, best):
                 best, program = other, sooner
-        waited_s = best.simulation.waited_s("all_gather")
+        waited_s = best.simulation.waited_s(lambda kind, axis: kind == "all_gather")
         if waited_s > WORTH_PREFETCHING * best.simulation.step_time_s:
             deeper = prefetched(program, DEEP_PREFETCH)
             if deeper is not None:

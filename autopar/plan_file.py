@@ -167,12 +167,17 @@ def check_plan_matches(plan: Plan, joint: JointGraph) -> None:
     axes = plan.mesh.num_axes
     if len(plan.factors) != axes:
         raise PlanError(f"the plan lists factors for {len(plan.factors)} axes, but its mesh {plan.mesh} has {axes}")
-    calls = (node for node in joint.module.graph.nodes if node.op == "call_function")
-    ran = {"", *(prefix for module in {node.meta["module"] for node in calls} for prefix in prefixes(module))}
+    if type(plan.prefetch) is not int or plan.prefetch < 0:
+        raise PlanError(f"prefetch of the plan must be a whole number from 0, found {plan.prefetch!r}")
+    if type(plan.overlap) is not bool:
+        raise PlanError(f"overlap of the plan must be True or False, found {plan.overlap!r}")
+    modules = {node.meta["module"] for node in joint.module.graph.nodes if node.op == "call_function"}
+    modules.update(name.rpartition(".")[0] for name in params)  # a list of parameters runs nothing, and is a region
+    known = {"", *(prefix for module in modules for prefix in prefixes(module))}
     differences = [
         _list_some("the plan does not say how to store", "parameter", [n for n in params if n not in plan.storage]),
         _list_some("the model does not have", "parameter", [n for n in plan.storage if n not in params]),
-        _list_some("the model runs nothing in", "region", sorted(set(plan.recompute) - ran)),
+        _list_some("the model runs nothing in", "region", sorted(set(plan.recompute) - known)),
         _list_some("the plan cuts dims of tensors that the model does not have:", "name", _strangers(plan, joint)),
     ]
     if any(differences):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -88,12 +88,13 @@ class Simulation:
     in_backward: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     by_module: Mapping[str, Spent] = field(default_factory=dict, repr=False)
 
-    def waited_s(self, kind: str) -> float:
-        """How much of `exposed_s` is for collectives of a kind; of a folded program, as its own units wait."""
+    def waited_s(self, is_meant: Callable[[str, str], bool]) -> float:
+        """How much of `exposed_s` is for collectives of which this is true, given kind and axis; of a folded program,
+        as its own units wait."""
         waited = [(of, seconds) for spent in self.by_module.values() for of, seconds in spent.exposed_s.items()]
         total_s = math.fsum(seconds for _, seconds in waited)
-        own_s = math.fsum(seconds for of, seconds in waited if of.startswith(f"{kind}@"))
-        return self.exposed_s * own_s / total_s if total_s else 0.0
+        meant_s = math.fsum(seconds for of, seconds in waited if is_meant(*of.split("@")))
+        return self.exposed_s * meant_s / total_s if total_s else 0.0
 
 
 def simulate(

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.passes.coalesce import WAIT, steps_after, steps_before
-from autopar.program import LocalProgram, collective_kind, collective_nodes
+from autopar.program import LocalProgram, collective_axis, collective_kind, collective_nodes
 from autopar.rules import is_look
 
 MOST_HELD = 2
@@ -41,9 +41,9 @@ def overlap(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def reorders(program: LocalProgram) -> bool:
-    """Whether the pass may have moved anything in a program that it was run on."""
-    return bool(_awaited(program.joint.module.graph))
+def hidden_axes(program: LocalProgram) -> set[str]:
+    """The axes along which collectives run that the pass hides, or would hide."""
+    return {collective_axis(collective) for collective in _awaited(program.joint.module.graph)}
 
 
 def _awaited(graph: fx.Graph) -> set[fx.Node]:

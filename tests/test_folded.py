@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cluster import Cluster
-from autopar.compiler import Compiler
+from autopar.compiler import NEAR, Compiler
 from autopar.cost_model.folded import Copies
 from autopar.cost_model.simulate import Simulation, simulate
+from autopar.errors import InfeasibleBudgetError
 from autopar.graph import JointGraph, mark_held
 from autopar.normalise import normalise
 from autopar.passes import coalesce
@@ -242,6 +243,23 @@ def test_a_sample_of_units_has_the_last_word_on_a_plan(budget: float | None) -> 
     assert offline.report is not None
     assert [row.module for row in offline.report.rows] == [row.module for row in plan.report.rows]
     assert "blocks.4" in offline.explain("blocks.4")
+
+
+def test_all_units_have_it_where_the_peak_of_some_is_near_the_budget() -> None:
+    """Gradients that are summed over micro-steps wait in buckets, which hold others where there are fewer units."""
+    with torch.device("meta"):
+        model, ids = TinyGpt(vocab=8000, width=1024, layers=12), torch.zeros(8, 16, dtype=torch.long)
+    cluster = Cluster.parse("2x4 A100-80GB @ 10gbit")
+    compiler = Compiler(model, (2, 4), cluster, strategy="hsdp", precision="bf16", accumulate=3)
+    folded = compiler.trace((ids, ids), {}, train=True, local=False, whole=False)
+    assert folded.runs
+    plan = compiler.plan_within(folded, cluster.device.memory_bytes)
+    peak = compiler.price(compiler.unfolded(folded), plan).simulation.memory.total
+    assert abs(peak - plan.peak_bytes) <= NEAR * plan.peak_bytes
+    assert compiler.plan_within(folded, peak).peak_bytes <= peak
+    for budget in (peak - 1, min(peak, plan.peak_bytes) - 1):
+        with pytest.raises(InfeasibleBudgetError):
+            compiler.plan_within(folded, budget)
 
 
 def test_a_point_whose_units_take_two_options_is_reported_with_all_of_them() -> None:

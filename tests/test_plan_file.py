@@ -369,3 +369,24 @@ def test_a_cut_along_a_tensor_that_does_not_exist_is_refused() -> None:
     odd = replace(PLAN, factors=((FactorRef("input:elsewhere", 0),), (FactorRef("nope", 0),)))
     with pytest.raises(PlanError, match=r"cuts dims of tensors that the model does not have: 1 name: 'nope'"):
         check_plan_matches(odd, joint_with(SHAPES))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prefetch": "8"}, r"prefetch of the plan must be a whole number from 0, found '8'"),
+        ({"prefetch": -1}, r"whole number from 0, found -1"),
+        ({"prefetch": True}, r"whole number from 0, found True"),
+        ({"overlap": "no"}, r"overlap of the plan must be True or False, found 'no'"),
+    ],
+)
+def test_what_a_plan_says_of_the_schedule_is_checked(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check_plan_matches(replace(PLAN, **change), joint_with(SHAPES))
+
+
+def test_what_holds_parameters_and_runs_nothing_is_a_region_too() -> None:
+    plan = replace(PLAN, recompute={"h": "full", "wte": "selective"})
+    check_plan_matches(plan, joint_with(SHAPES))
+    with pytest.raises(PlanError, match=r"runs nothing in 1 region: 'w'"):
+        check_plan_matches(replace(plan, recompute={"w": "selective"}), joint_with(SHAPES))
