@@ -176,10 +176,22 @@ def _simulated(run: Run, num_layers: int) -> Prediction:
     held_bytes = whole_bytes * run.has_gradient_buffer + memory.params * run.holds_gradients
     allocated = memory.total - memory.reserve + max(0, held_bytes - memory.grads) + run.workspace_bytes
     others = 1 - 1 / run.owners  # the share of the optimizer's work and state that other ranks have
-    spared_s = others * optimizer_bytes(rest) / run.cluster.device.memory_bandwidth_bytes_s
+    spared_bytes = others * optimizer_bytes(rest)
+    copied_bytes = _copied_bytes(run, whole_bytes) if run.zero == 3 else 0.0
+    more_s = (copied_bytes - spared_bytes) / run.cluster.device.memory_bandwidth_bytes_s
     return Prediction(
-        simulation.step_time_s - spared_s, allocated - others * memory.optimizer, cached, memory.reserve - cached
+        simulation.step_time_s + more_s, allocated - others * memory.optimizer, cached, memory.reserve - cached
     )
+
+
+def _copied_bytes(run: Run, whole_bytes: float) -> float:
+    """Memory traffic of a step by which ZeRO-3 brings gradients into the flat buffer that it reduces.
+
+    Each is read as it was computed, in 16 bits, and written in the dtype in which it is summed (PyTorch's
+    `FlatParameter`, whose gradient joins those of its views, and `foreach_reduce_scatter_copy_in` of `fully_shard`).
+    """
+    summed = {"fp32": 4, "bf16": 2}[run.param_dtype]
+    return run.accumulate * whole_bytes / summed * (2 + summed)
 
 
 def _broadcasts_s(run: Run) -> float:
