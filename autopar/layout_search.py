@@ -31,6 +31,10 @@ class Priced:
     standing: StandIns = field(default_factory=dict)
     """What the units of the program that was simulated stand for."""
 
+    def called(self, strategy: str) -> Priced:
+        """The same for an equal plan that another strategy proposed."""
+        return replace(self, plan=replace(self.plan, strategy=strategy))
+
 
 Price = Callable[[Plan, tuple[Split, ...]], Priced]
 """Prices a plan of a graph; if that is folded, with how many units do as each run's inner ones."""

@@ -28,7 +28,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -214,8 +214,7 @@ class Remembering(Compiler):
         key = (plan.mesh, plan.factors, storage, frozenset(plan.recompute.items()), plan.delay_reduction, splits)
         if key not in self.known:
             self.known[key] = super().scheduled(joint, plan, splits)
-        found = self.known[key]
-        return replace(found, plan=replace(plan, prefetch=found.plan.prefetch, overlap=found.plan.overlap))
+        return self.known[key].called(plan.strategy)
 
 
 def every_plan(compiler: Compiler, joint: JointGraph) -> Iterator[Plan]:

@@ -76,8 +76,7 @@ class Remembering(Compiler):
         known = self.__dict__.setdefault("known", {})
         if (key, plan.delay_reduction) not in known:
             known[key, plan.delay_reduction] = super().scheduled(joint, plan, splits)
-        found = known[key, plan.delay_reduction]
-        return replace(found, plan=replace(plan, prefetch=found.plan.prefetch, overlap=found.plan.overlap))
+        return known[key, plan.delay_reduction].called(plan.strategy)
 
 
 def planning(model: nn.Module, inputs: tuple[Tensor, ...], cluster: str, mesh: str) -> tuple[Remembering, JointGraph]:
